@@ -1,0 +1,1 @@
+"""Complete programs built on lightning_par; start with ``train.py``."""

@@ -1,0 +1,109 @@
+"""Puts lightning_par's configuration groups on the search path of every Hydra application.
+
+An application that has lightning_par installed can write in its defaults list::
+
+    - lightning_par/strategy: zero3           # lands at lightning_par.strategy, or
+    - lightning_par/strategy@strategy: zero3  # at strategy
+
+Hydra imports this module in every application, so it must not import torch: the package proper is imported only when
+one of the groups is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
+
+__all__ = ["LightningParConfigSource", "LightningParSearchPath"]
+
+PREFIX = "lightning_par"
+GROUPS = ("launch", "logger", "optimizer", "strategy", "trainer")
+"""Those that stand on their own; the others describe the example and its whole run."""
+
+_HEADER_LENGTH = 512
+
+
+def conf_dir() -> Path:
+    """The configuration files: inside the installed package, or beside it in a clone."""
+    spec = importlib.util.find_spec(PREFIX)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"{PREFIX} is not importable, so its configuration cannot be found")
+    package = Path(spec.origin).parent
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+class LightningParConfigSource(ConfigSource):
+    """Serves ``conf/<group>/<name>.yaml`` as ``lightning_par/<group>/<name>``."""
+
+    @staticmethod
+    def scheme() -> str:
+        """What marks this source in a search path."""
+        return PREFIX
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Read one file, and make sure that the schema it refers to is known."""
+        file = self._file(config_path)
+        if file is None or not file.is_file():
+            raise ConfigLoadError(f"Config not found: {config_path}")
+        importlib.import_module("lightning_par.config")
+        text = file.read_text(encoding="utf-8")
+        return ConfigResult(
+            config=OmegaConf.create(text),
+            path=f"{self.scheme()}://{self.path}",
+            provider=self.provider,
+            header=self._get_header_dict(text[:_HEADER_LENGTH]),
+        )
+
+    def available(self) -> bool:
+        """Whether the files are there."""
+        return conf_dir().is_dir()
+
+    def is_group(self, config_path: str) -> bool:
+        """Whether ``config_path`` is ``lightning_par`` or a group under it."""
+        parts = _parts(config_path)
+        return parts == (PREFIX,) or (len(parts) == 2 and parts[0] == PREFIX and parts[1] in GROUPS)
+
+    def is_config(self, config_path: str) -> bool:
+        """Whether there is such a file."""
+        file = self._file(config_path)
+        return file is not None and file.is_file()
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """Names directly under ``config_path``."""
+        parts = _parts(config_path)
+        if parts == ():
+            names = [PREFIX]
+        elif parts == (PREFIX,):
+            names = list(GROUPS)
+        else:
+            names = [file.name for file in (conf_dir() / parts[1]).glob("*.yaml")]
+        found: list[str] = []
+        for name in names:
+            self._list_add_result(found, "/".join((*parts, name)), name, results_filter)
+        return sorted(set(found))
+
+    def _file(self, config_path: str) -> Path | None:
+        parts = _parts(self._normalize_file_name(config_path))
+        if len(parts) == 3 and parts[0] == PREFIX and parts[1] in GROUPS:
+            return conf_dir() / parts[1] / parts[2]
+        return None
+
+
+class LightningParSearchPath(SearchPathPlugin):
+    """Adds the source above behind the application's own files, which so take precedence."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Append, as Hydra asks."""
+        search_path.append(provider=PREFIX, path=f"{LightningParConfigSource.scheme()}://")
+
+
+def _parts(config_path: str) -> tuple[str, ...]:
+    return tuple(part for part in config_path.split("/") if part)

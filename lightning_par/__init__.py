@@ -1,0 +1,17 @@
+"""Train an ordinary LightningModule in parallel by changing one argument.
+
+Importing the package registers the names ``par_dp``, ``par_tp``, ``par_zero1``, ``par_zero2`` and ``par_zero3`` for
+``Trainer(strategy=...)``.
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_par.layout import ParallelLayout
+from lightning_par.trainer import DPStrategy, HybridStrategy, TPStrategy, ZeROStrategy
+
+__all__ = ["DPStrategy", "HybridStrategy", "ParallelLayout", "TPStrategy", "ZeROStrategy"]
+
+__version__ = "0.1.0"
+
+for _strategy in (DPStrategy, TPStrategy, ZeROStrategy):
+    _strategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,65 @@
+"""A typed schema from a signature, so that a class's arguments are written down once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import field, is_dataclass, make_dataclass
+from typing import Any, get_type_hints
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+__all__ = ["schema_of"]
+
+
+def schema_of(target: Callable[..., Any], **nested: type) -> type:
+    """A dataclass with the arguments of ``target``: their types, their defaults, and ``_target_``.
+
+    Args:
+        target: a class or function. Arguments of a type that a file cannot hold become ``Any``; those without a default
+            that a file can hold become mandatory.
+        nested: argument name -> schema of the object it takes.
+
+    Returns:
+        The schema, to be registered with :func:`~lightning_par.config.register_schemas`.
+
+    Raises:
+        ValueError: if ``nested`` names something that is no argument of ``target``.
+    """
+    hints = get_type_hints(target if is_dataclass(target) or not inspect.isclass(target) else target.__init__)
+    parameters = [
+        parameter
+        for parameter in inspect.signature(target).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    unknown = nested.keys() - {parameter.name for parameter in parameters}
+    if unknown:
+        raise ValueError(f"{target.__qualname__} has no argument {', '.join(sorted(unknown))}")
+    fields: list[tuple[str, Any, Any]] = [
+        ("_target_", str, field(default=f"{target.__module__}.{target.__qualname__}"))
+    ]
+    for parameter in parameters:
+        if parameter.name in nested:
+            schema = nested[parameter.name]
+            fields.append((parameter.name, schema, field(default_factory=schema)))
+        else:
+            fields.append(_field(parameter, hints.get(parameter.name, Any)))
+    return make_dataclass(f"{target.__name__}Schema", fields)
+
+
+def _field(parameter: inspect.Parameter, hint: Any) -> tuple[str, Any, Any]:
+    kind = hint if _holds(hint, MISSING) else Any
+    has_default = parameter.default is not parameter.empty and _holds(kind, parameter.default)
+    default = parameter.default if has_default else MISSING
+    return parameter.name, kind, field(default_factory=lambda: default)
+
+
+def _holds(kind: Any, value: Any) -> bool:
+    """Whether a typed configuration can have a field of type ``kind`` with this value."""
+    probe = make_dataclass("Probe", [("value", kind, field(default_factory=lambda: value))])
+    try:
+        OmegaConf.structured(probe)
+    except OmegaConfBaseException:
+        return False
+    return True

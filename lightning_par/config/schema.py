@@ -1,0 +1,207 @@
+"""The shape of a run's configuration, and the types that guard it.
+
+A run is one mapping. Each group under it is built by its ``_target_``; a key that is misspelt or of the wrong type
+fails while the configuration is composed, before any process starts::
+
+    seed: 42                     seeds every rank alike
+    output_dir: <Hydra's>        where everything the run writes goes
+    objective: val_loss          the logged metric that the run returns, for sweeps
+    ckpt_path: null              a checkpoint to resume from, written under any layout
+
+    model:      the LightningModule              (typed by whoever brings it; see examples/gpt/config.py)
+    data:       the LightningDataModule          (the same)
+    optimizer:  a partial: parameters -> optimizer; the model node refers to it as ${optimizer}
+    strategy:   StrategyConfig   -> lightning_par.HybridStrategy
+    trainer:    TrainerConfig    -> lightning.pytorch.Trainer
+    launch:     LaunchConfig     -> lightning_par.launch.LaunchSettings
+    logger:     name -> logger   null entries are left out; so is a logger whose package is missing
+    callbacks:  name -> callback null entries are left out
+
+The Trainer's remaining arguments are not in the file because they follow from the rest: ``strategy``, ``logger`` and
+``callbacks`` are the objects above, ``devices`` and ``num_nodes`` what the launch found, ``default_root_dir`` is
+``output_dir``.
+
+A file takes its type from its defaults list: ``- /lightning_par/schema/strategy@_here_``. More arguments than the type
+names can be given with Hydra's plus: ``+trainer.barebones=true``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, OmegaConf
+
+__all__ = [
+    "SCHEMAS",
+    "AdamWConfig",
+    "LaunchConfig",
+    "RunConfig",
+    "SGDConfig",
+    "StrategyConfig",
+    "TrainerConfig",
+    "register_schemas",
+]
+
+
+@dataclass
+class Seconds:
+    """A ``datetime.timedelta`` that can be written in a file."""
+
+    _target_: str = "datetime.timedelta"
+    seconds: float = 1800.0
+
+
+@dataclass
+class StrategyConfig:
+    """Arguments of :class:`lightning_par.HybridStrategy`; at most one size may be ``auto``."""
+
+    _target_: str = "lightning_par.HybridStrategy"
+    _convert_: str = "all"
+    data_parallel_size: int | str = "auto"
+    tensor_parallel_size: int | str = 1
+    pipeline_parallel_size: int | str = 1
+    zero_stage: int = 0
+    zero_shard_size: int | None = None
+    tensor_parallel_plan: dict[str, str] | None = None
+    find_unused_parameters: bool = True
+    process_group_backend: str | None = None
+    timeout: Seconds = field(default_factory=Seconds)
+
+
+@dataclass
+class TrainerConfig:
+    """Arguments of :class:`lightning.pytorch.Trainer`, with its own defaults."""
+
+    _target_: str = "lightning.pytorch.Trainer"
+    accelerator: str = "auto"
+    precision: int | str | None = None
+    max_steps: int = -1
+    min_steps: int | None = None
+    max_epochs: int | None = None
+    min_epochs: int | None = None
+    max_time: str | None = None
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str | None = None
+    fast_dev_run: bool | int = False
+    overfit_batches: int | float = 0.0
+    limit_train_batches: int | float | None = None
+    limit_val_batches: int | float | None = None
+    limit_test_batches: int | float | None = None
+    limit_predict_batches: int | float | None = None
+    val_check_interval: int | float | None = None
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int | None = None
+    log_every_n_steps: int | None = None
+    enable_checkpointing: bool | None = None
+    enable_progress_bar: bool | None = None
+    enable_model_summary: bool | None = None
+    deterministic: bool | str | None = None
+    benchmark: bool | None = None
+    use_distributed_sampler: bool = True
+    detect_anomaly: bool = False
+    profiler: str | None = None
+    reload_dataloaders_every_n_epochs: int = 0
+
+
+@dataclass
+class LaunchConfig:
+    """Arguments of :class:`lightning_par.launch.LaunchSettings`."""
+
+    _target_: str = "lightning_par.launch.LaunchSettings"
+    devices: int | None = None
+    accelerator: str = "auto"
+    nnodes: int = 1
+    rdzv_endpoint: str | None = None
+    max_restarts: int = 0
+    in_place: bool = False
+
+
+@dataclass
+class AdamWConfig:
+    """Arguments of :class:`torch.optim.AdamW` but the parameters."""
+
+    _target_: str = "torch.optim.AdamW"
+    _partial_: bool = True
+    _convert_: str = "all"
+    lr: float = 1e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    fused: bool | None = None
+    foreach: bool | None = None
+
+
+@dataclass
+class SGDConfig:
+    """Arguments of :class:`torch.optim.SGD` but the parameters."""
+
+    _target_: str = "torch.optim.SGD"
+    _partial_: bool = True
+    lr: float = 1e-3
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    fused: bool | None = None
+    foreach: bool | None = None
+
+
+@dataclass
+class RunConfig:
+    """The whole; see the module's docstring."""
+
+    seed: int = 42
+    output_dir: str = MISSING
+    objective: str = "val_loss"
+    ckpt_path: str | None = None
+    model: Any = MISSING
+    data: Any = MISSING
+    optimizer: Any = MISSING
+    strategy: Any = MISSING
+    trainer: Any = MISSING
+    launch: Any = MISSING
+    logger: Any = field(default_factory=dict)
+    callbacks: Any = field(default_factory=dict)
+
+
+SCHEMAS: dict[str, type] = {
+    "run": RunConfig,
+    "strategy": StrategyConfig,
+    "trainer": TrainerConfig,
+    "launch": LaunchConfig,
+    "adamw": AdamWConfig,
+    "sgd": SGDConfig,
+}
+"""Name under ``lightning_par/schema`` -> type."""
+
+_MAX_NAME = 80
+
+
+def register_schemas(schemas: Mapping[str, type] | None = None, group: str = "lightning_par/schema") -> None:
+    """Make types known to Hydra as ``<group>/<name>``; doing so again does no harm.
+
+    Args:
+        schemas: name -> dataclass; None: this package's own.
+        group: where they stand.
+    """
+    for name, schema in (SCHEMAS if schemas is None else schemas).items():
+        ConfigStore.instance().store(group=group, name=name, node=schema, provider="lightning_par")
+    OmegaConf.register_new_resolver("short_name", short_name, replace=True)
+
+
+def short_name(text: str) -> str:
+    """``text`` as a short file name: of a dotted key only the last word, no separators.
+
+    >>> short_name("launch.devices=2,strategy=zero1,data.path=/home/me/book.txt")
+    'devices=2,strategy=zero1,path=_home_me_book.txt'
+    """
+    words = []
+    for override in str(text).split(","):
+        key, equals, value = override.partition("=")
+        words.append(key.rpartition(".")[2].lstrip("+") + equals + value)
+    name = "".join(letter if letter.isalnum() or letter in "=,._-" else "_" for letter in ",".join(words))
+    return name[:_MAX_NAME]

@@ -1,0 +1,40 @@
+"""The data axis: ranks that see different batches and keep one model.
+
+Replication and the three ZeRO stages (arXiv 1910.02054) are *policies over one family of calls*: the module is cut into
+units (each block, and the rest), each unit is replicated or sharded by torch's composable ``replicate`` or
+``fully_shard``, and the stage only says when parameters are gathered and when gradients are reduced
+(:mod:`~lightning_par.data_parallel.policy`).
+
+Elements moved by each rank per optimizer step of ``k`` micro-batches, with ``P`` parameters:
+
+=====  ==========================  ===========================  ==========
+stage  parameters                  gradients                    moved
+=====  ==========================  ===========================  ==========
+0      replicated                  all-reduced once             2 P
+1      gathered once               reduce-scattered once        2 P
+2      gathered once               reduce-scattered each time   P + k P
+3      gathered and freed per use  reduce-scattered each time   3 k P
+=====  ==========================  ===========================  ==========
+"""
+
+from lightning_par.data_parallel.apply import (
+    UnitPrecision,
+    apply_data_axis,
+    defer_gradient_sync,
+    release_gathered,
+    wrap_whole,
+)
+from lightning_par.data_parallel.policy import ZERO_POLICIES, ZeroPolicy
+from lightning_par.data_parallel.units import Unit, find_units
+
+__all__ = [
+    "ZERO_POLICIES",
+    "Unit",
+    "UnitPrecision",
+    "ZeroPolicy",
+    "apply_data_axis",
+    "defer_gradient_sync",
+    "find_units",
+    "release_gathered",
+    "wrap_whole",
+]

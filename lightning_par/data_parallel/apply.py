@@ -1,0 +1,116 @@
+"""Applying a ZeRO policy to the units of a module, and steering it through an accumulation window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_par.data_parallel.policy import ZeroPolicy
+
+__all__ = ["UnitPrecision", "apply_data_axis", "defer_gradient_sync", "release_gathered", "wrap_whole"]
+
+
+@dataclass(frozen=True)
+class UnitPrecision:
+    """Data types of one unit under mixed precision.
+
+    Attributes:
+        parameters: Type that parameters are gathered and used in, ``None`` for their own.
+        casts_inputs: Whether floating-point inputs of the unit are cast to ``parameters``.
+    """
+
+    parameters: torch.dtype | None = None
+    casts_inputs: bool = True
+
+
+def apply_data_axis(module: nn.Module, mesh: DeviceMesh, policy: ZeroPolicy, precision: UnitPrecision) -> None:
+    """Shard or replicate one unit in place. Call it on inner units first.
+
+    Args:
+        module: The unit; its parameters are on the device already and equal on all ranks of the data axis.
+        mesh: The root mesh with the axes ``dp_replicate`` and ``dp_shard``.
+        policy: The ZeRO stage.
+        precision: Data types of the unit.
+    """
+    mixed = MixedPrecisionPolicy(
+        param_dtype=precision.parameters,
+        reduce_dtype=torch.float32,  # sums of many half-precision gradients lose digits
+        cast_forward_inputs=precision.casts_inputs,
+    )
+    if policy.shards:
+        fully_shard(module, mesh=_shard_mesh(mesh), reshard_after_forward=policy.frees_after_use, mp_policy=mixed)
+    else:
+        replicate(module, mesh=mesh["dp_replicate"], mp_policy=mixed)
+    if mesh.device_type == "cpu":
+        # gloo has no average: sum, then divide.
+        _composable(module).set_force_sum_reduction_for_comms(True)
+
+
+def wrap_whole(module: nn.Module, mesh: DeviceMesh, find_unused_parameters: bool) -> nn.Module:
+    """Replicate a whole module by ``DistributedDataParallel``, faster than unit by unit where nothing else is composed.
+
+    Returns:
+        The wrapper, or ``module`` itself if it has nothing to train.
+    """
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return module
+    batch_norm = any(isinstance(child, nn.modules.batchnorm._BatchNorm) for child in module.modules())
+    return DistributedDataParallel(
+        module,
+        device_ids=[torch.cuda.current_device()] if mesh.device_type == "cuda" else None,
+        process_group=mesh.get_group("dp_replicate"),
+        find_unused_parameters=find_unused_parameters,
+        # Only batch norm changes its buffers in a forward; broadcasting constant tables each step is waste.
+        broadcast_buffers=batch_norm,
+        init_sync=False,
+        gradient_as_bucket_view=True,
+    )
+
+
+@contextmanager
+def defer_gradient_sync(root: nn.Module, policy: ZeroPolicy) -> Iterator[None]:
+    """Context of every micro-batch but the last of an accumulation window; enter it before the forward."""
+    if isinstance(root, DistributedDataParallel):
+        with root.no_sync():
+            yield
+        return
+    _set_last_micro_batch(root, policy, last=False)
+    try:
+        yield
+    finally:
+        _set_last_micro_batch(root, policy, last=True)
+
+
+def release_gathered(root: nn.Module) -> None:
+    """Free gathered copies of all units, so that none can be older than the parameters an optimizer has just written."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _set_last_micro_batch(root: nn.Module, policy: ZeroPolicy, last: bool) -> None:
+    if not isinstance(root, FSDPModule):
+        return
+    if not policy.reduces_each_micro_batch:
+        root.set_requires_gradient_sync(last)
+    # Under hierarchical sharding the replicas only need the sum of the window.
+    root.set_requires_all_reduce(last)
+    if policy.shards and not policy.frees_after_use:
+        root.set_reshard_after_backward(last)
+
+
+def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
+
+
+def _composable(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module

@@ -1,0 +1,226 @@
+"""The engine: applies the parallelisms to a module in their fixed order, and runs its steps.
+
+The order matters, so it is in one place (:meth:`ParallelEngine._prepare`): a unit's parameters are created and made
+equal on all ranks, then split over ``tp``, then sharded or replicated over the data axes. Units come inner before
+outer, so no rank ever holds more than its share and one whole unit on its device. A pipeline splits stages before all
+of this; activation checkpointing and compilation of blocks go between the tensor and the data axis.
+
+The engine knows torch and nothing of Lightning: trainers drive it through :meth:`ParallelEngine.run`,
+:meth:`ParallelEngine.accumulating` and the gradient functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_par.data_parallel import (
+    ZERO_POLICIES,
+    Unit,
+    UnitPrecision,
+    apply_data_axis,
+    defer_gradient_sync,
+    find_units,
+    release_gathered,
+    wrap_whole,
+)
+from lightning_par.layout import ParallelLayout
+from lightning_par.materialize import check_can_materialize, materialize
+from lightning_par.restore import Footprint
+from lightning_par.tensor_parallel import apply_plan, check_plan, resolve_plan
+from lightning_par.ties import find_ties, restore_ties
+
+__all__ = ["ParallelEngine", "StepModule", "engine_of"]
+
+_ENGINES: WeakKeyDictionary[nn.Module, ParallelEngine] = WeakKeyDictionary()
+"""The engine that laid out a module, for whoever wants to lay it out in another way."""
+
+_REPLICA_AXES = ("dp_replicate", "dp_shard", "tp")
+
+
+class StepModule(nn.Module):
+    """The root of everything that wraps: its forward calls one method of the user's module.
+
+    So wrappers see a step as an ordinary forward, whatever the step is called, and the user's module needs none.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call ``module.<method>(*args, **kwargs)``."""
+        return getattr(self.module, method)(*args, **kwargs)
+
+
+class ParallelEngine:
+    """A module laid out over the ranks of a mesh.
+
+    Args:
+        module: The user's module, ordinary or (in whole or part) on the meta device. Changed in place.
+        layout: The degrees.
+        mesh: The mesh made by the layout.
+        device: This rank's device.
+        zero_stage: 0, 1, 2 or 3.
+        tensor_parallel_plan: Dotted pattern -> style name; ``None`` takes the module's own plan.
+        parameter_dtype: Type that sharded parameters are gathered and used in, ``None`` for their own.
+        find_unused_parameters: Whether plain data parallelism looks for parameters a step did not use.
+        steps_inside: Whether the user's step runs backward and steps optimizers itself.
+
+    Raises:
+        ValueError: If the layout does not suit the module (see :mod:`lightning_par.tensor_parallel`), or meta
+            parameters cannot be initialised.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: ParallelLayout,
+        mesh: DeviceMesh,
+        *,
+        device: torch.device,
+        zero_stage: int = 0,
+        tensor_parallel_plan: Mapping[str, str] | None = None,
+        parameter_dtype: torch.dtype | None = None,
+        find_unused_parameters: bool = True,
+        steps_inside: bool = False,
+    ) -> None:
+        self.module = module
+        self.layout = layout
+        self.mesh = mesh
+        self.device = device
+        self.zero_stage = zero_stage
+        self._policy = ZERO_POLICIES[zero_stage]
+        self._parameter_dtype = parameter_dtype if self._policy.shards else None
+        self._steps_inside = steps_inside
+        self._running = False
+        self.plan = resolve_plan(module, tensor_parallel_plan) if layout.tp > 1 else {}
+        check_plan(module, self.plan, layout.tp)
+        check_can_materialize(module)
+        self._footprint = Footprint(module)
+        self.step_module = StepModule(module)
+        self.root: nn.Module = self.step_module
+        self._ties = find_ties(module)
+        for unit in find_units(module):
+            self._prepare(unit)
+        self._wrap_root(find_unused_parameters)
+        self._laid_out = _modules_with_parameters(module)
+        self._footprint.complete()
+        _ENGINES[module] = self
+
+    def still_holds(self, module: nn.Module, mesh: DeviceMesh) -> bool:
+        """Whether ``module`` is as this engine laid it out on ``mesh``."""
+        same = module is self.module and mesh is self.mesh
+        return same and self._laid_out == _modules_with_parameters(module)
+
+    def remove(self) -> None:
+        """Take the layout off the module again, which is left whole and on the host. A collective of the mesh."""
+        release_gathered(self.root)
+        self._footprint.remove()
+        del _ENGINES[self.module]
+
+    def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run one step of the user's module through the wrappers."""
+        self._running = True
+        try:
+            return self.root(method, *args, **kwargs)
+        finally:
+            self._running = False
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        """Whether a forward is a collective of the data axis."""
+        return self._policy.shards and self.layout.data_parallel_size > 1
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Context of a micro-batch that is not the last of its accumulation window."""
+        return defer_gradient_sync(self.root, self._policy)
+
+    def after_backward(self) -> None:
+        """Tell the engine that a backward ended; only needed where steps run it themselves."""
+        self._gather_root_again()
+
+    def after_optimizer_step(self) -> None:
+        """Tell the engine that an optimizer changed parameters."""
+        release_gathered(self.root)
+        self._gather_root_again()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's parameters as optimizers see them (sharded where they are), tied ones once."""
+        release_gathered(self.root)
+        return list(self.module.parameters())
+
+    def _gather_root_again(self) -> None:
+        """Inside a step, what the root holds must stay usable: blocks gather themselves, the root only on entry."""
+        if self._steps_inside and self._running and isinstance(self.root, FSDPModule):
+            self.root.unshard()
+
+    def _prepare(self, unit: Unit) -> None:
+        """Create, equalise, split and shard one unit: the fixed order of parallelisms."""
+        materialize(self.module, unit.members, self.device)
+        restore_ties(self._ties)
+        unit.module.to(self.device)
+        self._equalize(unit)
+        if self.plan:
+            apply_plan(self.module, self.plan, self.mesh["tp"], members=[name for name, _ in unit.members])
+        if unit.module is not self.module and self._composes_units:
+            self._apply_data_axis(unit.module, casts_inputs=True)
+
+    def _wrap_root(self, find_unused_parameters: bool) -> None:
+        if self.layout.data_parallel_size == 1:
+            return
+        if self._composes_units:
+            # The root sees the user's batch as it is: targets keep their precision.
+            self._apply_data_axis(self.step_module, casts_inputs=False)
+        else:
+            self.root = wrap_whole(self.step_module, self.mesh, find_unused_parameters)
+
+    @property
+    def _composes_units(self) -> bool:
+        """Whether the data axis works unit by unit; plain replication does it whole, which is faster."""
+        plain = not self._policy.shards and self.layout.tp == 1 and not self._steps_inside
+        return self.layout.data_parallel_size > 1 and not plain
+
+    def _apply_data_axis(self, module: nn.Module, casts_inputs: bool) -> None:
+        precision = UnitPrecision(self._parameter_dtype, casts_inputs)
+        apply_data_axis(module, self.mesh, self._policy, precision)
+
+    def _equalize(self, unit: Unit) -> None:
+        """Give every rank the parameters and buffers of the first, as if one process had made them."""
+        tensors = {id(tensor): tensor for _, member in unit.members for tensor in _own_tensors(member)}
+        for axis in _REPLICA_AXES:
+            group = self.mesh.get_group(axis)
+            if group.size() > 1:
+                _broadcast(list(tensors.values()), group)
+
+
+
+def engine_of(module: nn.Module) -> ParallelEngine | None:
+    """The engine that has laid out ``module``, if one has."""
+    return _ENGINES.get(module)
+
+
+def _modules_with_parameters(root: nn.Module) -> list[nn.Module]:
+    return [module for module in root.modules() if module._parameters]
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    with torch.no_grad():
+        works = [dist.broadcast(tensor.data, group_src=0, group=group, async_op=True) for tensor in tensors]
+    for work in works:
+        work.wait()

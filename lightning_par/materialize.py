@@ -1,0 +1,62 @@
+"""Creating parameters that were built on the meta device, a unit at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+
+import torch
+from torch import nn
+
+__all__ = ["check_can_materialize", "materialize"]
+
+
+def check_can_materialize(root: nn.Module) -> None:
+    """Check that every module with meta tensors can be initialised.
+
+    Raises:
+        ValueError: If a module has parameters or buffers on the meta device and nobody says how to initialise it.
+    """
+    lost = [
+        f"{name or 'the module itself'} ({type(module).__name__})"
+        for name, module in root.named_modules()
+        if _has_meta(module) and not _initializers(root, name, module)
+    ]
+    if lost:
+        raise ValueError(
+            f"{', '.join(lost)} was built on the meta device, and there is no way to initialise it. Give its class a "
+            "`reset_parameters()` method, or a module above it an `_init_weights(module)` method."
+        )
+
+
+def materialize(root: nn.Module, members: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
+    """Give the meta tensors of ``members`` memory on ``device`` and initialise them, in order.
+
+    A module is initialised by its own ``reset_parameters()`` and then by ``_init_weights(module)`` of the nearest
+    module above it that has one, the convention of Hugging Face models.
+
+    Args:
+        root: The module that ``members`` are named in.
+        members: Dotted name and module; children are not descended into.
+        device: Where the tensors are created.
+    """
+    for name, module in members:
+        if _has_meta(module):
+            module.to_empty(device=device, recurse=False)
+            with torch.no_grad():
+                for initialize in _initializers(root, name, module):
+                    initialize()
+
+
+def _has_meta(module: nn.Module) -> bool:
+    own = chain(module.parameters(recurse=False), module.buffers(recurse=False))
+    return any(tensor.is_meta for tensor in own)
+
+
+def _initializers(root: nn.Module, name: str, module: nn.Module) -> list:
+    """What initialises ``module``, as calls without arguments, in order."""
+    found = [module.reset_parameters] if callable(getattr(module, "reset_parameters", None)) else []
+    parts = name.split(".") if name else []
+    above = [root.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
+    owner = next((parent for parent in above if callable(getattr(parent, "_init_weights", None))), None)
+    return [*found, lambda: owner._init_weights(module)] if owner is not None else found

@@ -1,0 +1,28 @@
+"""One stream of random numbers for the ranks that share a batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["share_random_state"]
+
+
+def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give all ranks of ``group`` the generator states of its first: dropout masks of whole activations must agree.
+
+    Args:
+        group: The ranks that share a batch (the tensor axis).
+        device: This rank's device; its generator is shared besides the host's.
+    """
+    if group.size() == 1:
+        return
+    torch.set_rng_state(_from_first(torch.get_rng_state(), group, device))
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(_from_first(torch.cuda.get_rng_state(device), group, device), device)
+
+
+def _from_first(state: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+    shared = state.to(device)
+    dist.broadcast(shared, group_src=0, group=group)
+    return shared.cpu()

@@ -1,0 +1,83 @@
+"""The part of the strategy that saves and restores: one ordinary file, the same under every layout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_par.checkpoint import gather_full_state, shard_full_state, shard_optimizer_state, to_plain
+from lightning_par.trainer.mesh_strategy import MeshStrategy
+
+if TYPE_CHECKING:
+    from lightning.fabric.utilities.types import _PATH
+
+__all__ = ["CheckpointHooks"]
+
+_COMPILED = "_orig_mod."
+
+
+class CheckpointHooks(MeshStrategy):
+    """Gathers full state on saving and cuts it up on loading."""
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        # Weights are cut up by the layout, which exists after set-up.
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Full weights by global parameter name on rank 0, nothing on others. A collective."""
+        if self._skips_saving():
+            return {}
+        assert self.lightning_module is not None
+        full = gather_full_state(self.lightning_module.state_dict(), keep=self.is_global_zero)
+        return {name.replace(_COMPILED, ""): value for name, value in full.items()}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Full state of one optimizer on rank 0, by parameter position as one process numbers it. A collective."""
+        if self._skips_saving():
+            return {}
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return gather_full_state(inner.state_dict(), keep=self.is_global_zero)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        if not self._skips_saving():
+            super().save_checkpoint(to_plain(checkpoint), filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        # An ordinary local file is mapped, not read: each rank then reads just its share of every tensor.
+        if type(self.checkpoint_io) is TorchCheckpointIO and os.path.isfile(checkpoint_path):
+            return torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        present = self.lightning_module.state_dict()
+        names = {name.replace(_COMPILED, ""): name for name in present}
+        full = {names.get(name.replace(_COMPILED, ""), name): value for name, value in checkpoint["state_dict"].items()}
+        self.lightning_module.load_state_dict(shard_full_state(full, present), strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, full in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(shard_optimizer_state(full, optimizer))
+            _optimizer_to_device(optimizer, self.root_device)
+
+    def _skips_saving(self) -> bool:
+        if self.is_failing:
+            rank_zero_warn("Not saving a checkpoint after an exception: it needs all ranks, and one has failed.")
+        return self.is_failing

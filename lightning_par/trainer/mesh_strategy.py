@@ -1,0 +1,263 @@
+"""The part of the strategy that knows ranks and groups but no model: launch, process group, mesh, collectives."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_par.layout import AUTO, Degree, ParallelLayout, check_degrees, check_zero
+from lightning_par.process_group import ensure_process_group, set_mesh_coordinates
+from lightning_par.trainer.launcher import ScriptLauncher
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["DEFAULT_TIMEOUT", "MeshStrategy"]
+
+T = TypeVar("T")
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+_REDUCE_OPS = {
+    "mean": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+class MeshStrategy(ParallelStrategy):
+    """Ranks laid out on a mesh.
+
+    Args:
+        data_parallel_size: Number of ranks that see different batches, or ``"auto"``.
+        tensor_parallel_size: Number of ranks that share each planned layer, or ``"auto"``.
+        pipeline_parallel_size: Number of pipeline stages.
+        zero_stage: 0, 1, 2 or 3.
+        zero_shard_size: Ranks that share one copy of the model state.
+        process_group_backend: ``None`` chooses by device.
+        timeout: How long a collective waits for a missing rank.
+        **kwargs: Lightning's own arguments.
+
+    Raises:
+        ValueError: If the degrees or the stage make no sense by themselves.
+    """
+
+    # Lightning asks for this attribute of strategies it does not know, before it injects distributed samplers.
+    is_distributed = True
+
+    def __init__(
+        self,
+        data_parallel_size: Degree = AUTO,
+        tensor_parallel_size: Degree = 1,
+        pipeline_parallel_size: Degree = 1,
+        zero_stage: int = 0,
+        zero_shard_size: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._degrees: dict[str, Degree] = {
+            "data_parallel_size": data_parallel_size,
+            "tensor_parallel_size": tensor_parallel_size,
+            "pipeline_parallel_size": pipeline_parallel_size,
+        }
+        check_degrees(self._degrees)
+        check_zero(zero_stage, zero_shard_size)
+        self.zero_stage = zero_stage
+        self.zero_shard_size = zero_shard_size
+        self.num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._layout: ParallelLayout | None = None
+        self._mesh: DeviceMesh | None = None
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Degrees by axis; known as soon as the Trainer is constructed.
+
+        Raises:
+            RuntimeError: If asked for earlier.
+        """
+        if self._layout is None:
+            raise RuntimeError("The layout is known once a Trainer is constructed with this strategy.")
+        return self._layout
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The device mesh; known once the processes are connected (in ``LightningModule.setup`` and later).
+
+        Raises:
+            RuntimeError: If asked for earlier.
+        """
+        if self._mesh is None:
+            raise RuntimeError("The mesh is made when the Trainer starts to fit, validate, test or predict.")
+        return self._mesh
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's position along each axis."""
+        return self.layout.coordinates(self.global_rank)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Index of this rank among those that see different batches."""
+        return self.layout.data_parallel_rank(self.global_rank)
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Number of ranks on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.layout.data_parallel_size, "rank": self.data_parallel_rank}
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """Backend of the process group."""
+        return self._process_group_backend
+
+    def set_world_ranks(self) -> None:
+        """Fix this rank's place, and with it the layout; the Trainer calls this before any process starts.
+
+        Raises:
+            ValueError: If the degrees do not multiply to the number of devices of all nodes.
+        """
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+            self._layout = ParallelLayout.from_degrees(
+                self.world_size,
+                **self._degrees,
+                zero_stage=self.zero_stage,
+                zero_shard_size=self.zero_shard_size,
+            )
+        rank_zero_only.rank = self.global_rank
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        self._connect_processes()
+        set_mesh_coordinates(self.coordinates)
+        if self._mesh is None:
+            self._mesh = self.layout.build_mesh(self.root_device.type)
+
+    def _connect_processes(self) -> None:
+        assert self.cluster_environment is not None
+        device = self.root_device
+        self._process_group_backend = (
+            self._process_group_backend or _get_default_process_group_backend_for_device(device)
+        )
+        made_new = ensure_process_group(
+            self.cluster_environment,
+            self._process_group_backend,
+            timeout=self._timeout,
+            device_id=device if device.type != "cpu" else None,
+        )
+        if made_new:
+            self._mesh = None
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        # After an exception the other ranks do not come: waiting for them would hide the error behind a timeout.
+        if not _distributed_is_initialized() or self.is_failing:
+            return
+        on_gpu = self.root_device.type == "cuda"
+        dist.barrier(device_ids=[self.root_device.index] if on_gpu else None)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if not _distributed_is_initialized():
+            return obj
+        boxed = [obj]
+        dist.broadcast_object_list(boxed, src)
+        return boxed[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
+        """Reduce a tensor over the ranks that see different batches.
+
+        Args:
+            tensor: Any tensor; other values are returned as they are.
+            group: Process group, the data axis by default: ranks that share a batch hold the same value.
+            reduce_op: ``"mean"`` (default), ``"sum"``, ``"max"``, ``"min"``, ``"product"`` or a ``ReduceOp``.
+
+        Returns:
+            A new tensor on the root device. Means are floating-point, so integers are not truncated.
+
+        Raises:
+            ValueError: If ``reduce_op`` is an unknown word.
+        """
+        if not isinstance(tensor, Tensor) or not _distributed_is_initialized():
+            return tensor
+        group = self.mesh.get_group("dp") if group is None else group
+        operation, is_mean = _reduce_operation(reduce_op)
+        result = tensor.detach().to(self.root_device, copy=True)
+        if is_mean and not result.is_floating_point():
+            result = result.float()
+        dist.all_reduce(result, op=operation, group=group)
+        return result / dist.get_world_size(group) if is_mean else result
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        # All ranks decide together, also those that share a batch.
+        votes = self.reduce(torch.tensor(int(decision)), group=dist.group.WORLD, reduce_op="min" if all else "max")
+        return bool(votes)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather a tensor from the ranks that see different batches (or from ``group``), stacked in a new first dim."""
+        group = self.mesh.get_group("dp") if group is None and _distributed_is_initialized() else group
+        return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the Trainer is on its way out of an exception, where no collective may start."""
+        module = self.lightning_module
+        trainer = module._trainer if module is not None else None
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
+
+def _reduce_operation(reduce_op: dist.ReduceOp | str | None) -> tuple[Any, bool]:
+    """The backend's operation and whether to divide by the number of ranks: gloo knows no average."""
+    if reduce_op is None:
+        reduce_op = "mean"
+    if not isinstance(reduce_op, str):
+        is_average = reduce_op == dist.ReduceOp.AVG
+        return (dist.ReduceOp.SUM if is_average else reduce_op), is_average
+    name = reduce_op.lower()
+    if name not in _REDUCE_OPS:
+        raise ValueError(f"reduce_op={reduce_op!r} is unknown. Choose one of {', '.join(_REDUCE_OPS)}.")
+    return _REDUCE_OPS[name], name in ("mean", "avg")

@@ -1,0 +1,79 @@
+"""Presets of :class:`~lightning_par.trainer.strategy.HybridStrategy`: the common layouts by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_par.layout import AUTO, Degree
+from lightning_par.trainer.strategy import HybridStrategy
+
+__all__ = ["DPStrategy", "TPStrategy", "ZeROStrategy"]
+
+
+class DPStrategy(HybridStrategy):
+    """Data parallelism: a whole model on each rank, gradients averaged by all-reduce.
+
+    Args:
+        data_parallel_size: Number of ranks that see different batches.
+        **kwargs: Any other argument of :class:`HybridStrategy`.
+    """
+
+    def __init__(self, data_parallel_size: Degree = AUTO, **kwargs: Any) -> None:
+        super().__init__(data_parallel_size=data_parallel_size, **kwargs)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``par_dp``."""
+        strategy_registry.register("par_dp", cls, description="Data parallelism by all-reduce", override=True)
+
+
+class TPStrategy(HybridStrategy):
+    """Tensor parallelism: every planned layer is split over the ranks, which see the same batch.
+
+    Args:
+        tensor_parallel_size: Number of ranks that share each layer.
+        data_parallel_size: Number of such groups.
+        **kwargs: Any other argument of :class:`HybridStrategy`.
+    """
+
+    def __init__(self, tensor_parallel_size: Degree = AUTO, data_parallel_size: Degree = 1, **kwargs: Any) -> None:
+        super().__init__(tensor_parallel_size=tensor_parallel_size, data_parallel_size=data_parallel_size, **kwargs)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``par_tp``."""
+        strategy_registry.register("par_tp", cls, description="Tensor parallelism", override=True)
+
+
+class ZeROStrategy(HybridStrategy):
+    """ZeRO: data parallelism whose ranks share one copy of the model state.
+
+    Args:
+        stage: 1 shards optimizer states, 2 also gradients, 3 also parameters.
+        shard_size: Ranks that share one copy, ``None`` for all of the data axis (``zero_shard_size`` elsewhere).
+        data_parallel_size: Number of ranks that see different batches.
+        **kwargs: Any other argument of :class:`HybridStrategy`.
+
+    Raises:
+        ValueError: If the stage is not 1, 2 or 3.
+    """
+
+    def __init__(
+        self, stage: int = 2, shard_size: int | None = None, data_parallel_size: Degree = AUTO, **kwargs: Any
+    ) -> None:
+        if stage == 0:
+            raise ValueError("stage=0 shards nothing. Use DPStrategy() for that, or stage 1, 2 or 3.")
+        super().__init__(data_parallel_size=data_parallel_size, zero_stage=stage, zero_shard_size=shard_size, **kwargs)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``par_zero1``, ``par_zero2`` and ``par_zero3``."""
+        for stage in (1, 2, 3):
+            strategy_registry.register(
+                f"par_zero{stage}", cls, description=f"ZeRO stage {stage}", override=True, stage=stage
+            )

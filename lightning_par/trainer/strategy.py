@@ -1,0 +1,293 @@
+"""The strategy: Lightning's hooks, answered by the engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_par.communication import CommunicationCounter
+from lightning_par.engine import ParallelEngine, engine_of
+from lightning_par.gradients import local
+from lightning_par.layout import AUTO, Degree
+from lightning_par.model_state import ModelStateBytes, count_parameters, expected_state_bytes, measure_state_bytes
+from lightning_par.process_group import rank_label
+from lightning_par.random_state import share_random_state
+from lightning_par.trainer.checkpoint_hooks import CheckpointHooks
+from lightning_par.trainer.data import check_equal_lengths, extra_steps, lockstep, seed_workers
+from lightning_par.trainer.mesh_strategy import DEFAULT_TIMEOUT
+from lightning_par.trainer.precision import connect_precision, parameter_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+
+    from lightning.pytorch import Trainer
+
+__all__ = ["HybridStrategy"]
+
+
+class HybridStrategy(CheckpointHooks):
+    """Data, tensor and ZeRO parallelism in any combination, for an unchanged LightningModule.
+
+    Args:
+        data_parallel_size: Number of ranks that see different batches; ``"auto"`` is what the others leave.
+        tensor_parallel_size: Number of ranks that share each planned layer.
+        pipeline_parallel_size: Number of pipeline stages; only 1 so far.
+        zero_stage: 0 replicates the model state over the data axis, 1 shards optimizer states, 2 also gradients, 3
+            also parameters.
+        zero_shard_size: Ranks that share one copy of the model state, ``None`` for the whole data axis.
+        tensor_parallel_plan: Dotted pattern of module names -> style in Hugging Face's words; ``None`` takes the plan
+            of the module or its model.
+        find_unused_parameters: Whether plain data parallelism copes with parameters a step did not use.
+        process_group_backend: ``"gloo"``, ``"nccl"`` ...; ``None`` chooses by device.
+        timeout: How long a collective waits for a missing rank.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer, or the user's own.
+        checkpoint_io: Set by the Trainer, or the user's own.
+        precision_plugin: Set by the Trainer, or the user's own.
+
+    Raises:
+        ValueError: If the degrees or the stage make no sense by themselves, or do not fit the number of devices.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: Degree = AUTO,
+        tensor_parallel_size: Degree = 1,
+        pipeline_parallel_size: Degree = 1,
+        zero_stage: int = 0,
+        zero_shard_size: int | None = None,
+        tensor_parallel_plan: Mapping[str, str] | None = None,
+        find_unused_parameters: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        if pipeline_parallel_size != 1:
+            raise ValueError(
+                f"pipeline_parallel_size={pipeline_parallel_size!r}: pipelines are not available yet. Leave it at 1 "
+                "and use the data and tensor axes."
+            )
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            zero_stage=zero_stage,
+            zero_shard_size=zero_shard_size,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.last_gradient_norm: Tensor | None = None
+        self._plan = tensor_parallel_plan
+        self._find_unused_parameters = find_unused_parameters
+        self._engine: ParallelEngine | None = None
+        self._predict_steps_left: list[int | float] = []
+        self._predict_steps_extra: list[int] = []
+
+    @property
+    def engine(self) -> ParallelEngine:
+        """The engine, once the module is set up.
+
+        Raises:
+            RuntimeError: If asked for earlier.
+        """
+        if self._engine is None:
+            raise RuntimeError("The module is laid out when the Trainer starts to fit, validate, test or predict.")
+        return self._engine
+
+    @property
+    def total_num_parameters(self) -> int:
+        """Number of parameters of the whole module, as one process counts them."""
+        return count_parameters(self.engine.parameters())
+
+    def local_parameters(self) -> list[Tensor]:
+        """This rank's part of every parameter."""
+        return [local(parameter.detach()) for parameter in self.engine.parameters()]
+
+    def model_state_bytes(self) -> ModelStateBytes:
+        """Bytes of parameters, gradients and optimizer states that this rank holds, read off the tensors."""
+        return measure_state_bytes(self.engine.parameters(), self.optimizers)
+
+    def expected_model_state_bytes(self) -> int:
+        """Bytes per rank that the formula gives for Adam (see :func:`~lightning_par.model_state.expected_state_bytes`)."""
+        return expected_state_bytes(self.engine.parameters())
+
+    def count_communication(self) -> CommunicationCounter:
+        """A context that counts this rank's collectives by axis."""
+        return CommunicationCounter(self.mesh)
+
+    # Set-up
+
+    @override
+    def setup_environment(self) -> None:
+        self._take_off_other_layout()
+        super().setup_environment()
+
+    def _take_off_other_layout(self) -> None:
+        """Make a module whole again that an earlier strategy has laid out, while its process group still exists."""
+        assert self.lightning_module is not None
+        earlier = engine_of(self.lightning_module)
+        if earlier is not None and earlier is not self._engine:
+            earlier.remove()
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        connect_precision(self.precision_plugin, self.root_device, self._remember_norm)
+        self._lay_out()
+        share_random_state(self.mesh.get_group("tp"), self.root_device)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+        _use_no_grad(trainer)
+
+    def _lay_out(self) -> None:
+        """Parallelise the module, or keep what an earlier fit, validate, test or predict has made of it."""
+        module = self.lightning_module
+        assert module is not None
+        if self._engine is None or not self._engine.still_holds(module, self.mesh):
+            self._engine = ParallelEngine(
+                self.precision_plugin.convert_module(module),
+                self.layout,
+                self.mesh,
+                device=self.root_device,
+                zero_stage=self.zero_stage,
+                tensor_parallel_plan=self._plan,
+                parameter_dtype=parameter_dtype(self.precision_plugin),
+                find_unused_parameters=self._find_unused_parameters,
+                steps_inside=not module.automatic_optimization,
+            )
+        self.model = self._engine.root
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        self.engine.parameters()  # optimizers must be given the sharded parameters
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            optimizer.register_step_post_hook(lambda *_: self.engine.after_optimizer_step())
+
+    @override
+    def model_to_device(self) -> None:
+        """Nothing to do: the engine moves each unit before it shards it."""
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # Modules are created on the host (or, on request, on no device at all) and moved unit by unit.
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    # Steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self.engine.run("training_step", *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self.engine.run("validation_step", *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self.engine.run("test_step", *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            predictions = self.engine.run("predict_step", *args, **kwargs)
+            for _ in range(self._steps_owed(*args[2:3])):
+                self.engine.run("predict_step", *args, **kwargs)
+        return predictions
+
+    @override
+    def on_predict_start(self) -> None:
+        # Prediction data is not padded. Where a forward gathers parameters over the data axis, ranks with fewer batches
+        # repeat their last one for the others' sake, and throw the result away.
+        assert self.lightning_module is not None
+        num_batches = self.lightning_module.trainer.predict_loop.max_batches
+        self._predict_steps_left = list(num_batches)
+        self._predict_steps_extra = (
+            extra_steps(num_batches, self.mesh.get_group("dp"), self.root_device)
+            if self.engine.gathers_in_forward
+            else [0] * len(num_batches)
+        )
+
+    def _steps_owed(self, dataloader_idx: int = 0) -> int:
+        """How many steps to repeat after this one: none but after the last of a loader."""
+        self._predict_steps_left[dataloader_idx] -= 1
+        return self._predict_steps_extra[dataloader_idx] if self._predict_steps_left[dataloader_idx] == 0 else 0
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        assert self.lightning_module is not None
+        group = self.mesh.get_group("dp")
+        seed_workers(dataloader, self.data_parallel_rank)
+        if not self.lightning_module.trainer.predicting:
+            check_equal_lengths(dataloader, group)
+        return lockstep(dataloader, group, self.root_device)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self.engine.after_backward()
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with self.engine.accumulating():
+            yield
+
+    def _remember_norm(self, norm: Tensor) -> None:
+        self.last_gradient_norm = norm
+
+    # The way out
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Say on stderr which rank failed, and where it stands on the mesh."""
+        if not isinstance(exception, KeyboardInterrupt):
+            print(f"{rank_label()} raised {type(exception).__name__}: {exception}", file=sys.stderr, flush=True)
+
+    @override
+    def teardown(self) -> None:
+        # Shards stay where they are, so that saving, testing and predicting go on after a fit; so does the process
+        # group, which the next set-up replaces if it needs another.
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+def _use_no_grad(trainer: Trainer) -> None:
+    """Keep evaluation out of inference mode, whose tensors cannot be gathered into parameters that train later."""
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop.inference_mode = False
