@@ -121,9 +121,9 @@ class CommunicationCounter(TorchDispatchMode):
             self._count(rule, name, func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    def bytes_by_axis(self) -> dict[str, int]:
-        """Bytes by axis, for the axes that moved any."""
-        return self._sum_by_axis(lambda traffic: traffic.bytes)
+    def bytes_by_axis(self, kind: str | None = None) -> dict[str, int]:
+        """Bytes by axis, for the axes that moved any, of one ``kind`` of collective or of all."""
+        return self._sum_by_axis(lambda traffic: traffic.bytes, kind)
 
     def calls(self, kind: str | None = None) -> dict[str, int]:
         """Number of collectives by axis, of one ``kind`` or of all."""

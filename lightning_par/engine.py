@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_par.data_parallel import (
     ZERO_POLICIES,
@@ -29,6 +28,8 @@ from lightning_par.data_parallel import (
     apply_data_axis,
     defer_gradient_sync,
     find_units,
+    gather,
+    make_root,
     release_gathered,
     wrap_whole,
 )
@@ -112,9 +113,10 @@ class ParallelEngine:
         self.step_module = StepModule(module)
         self.root: nn.Module = self.step_module
         self._ties = find_ties(module)
-        for unit in find_units(module):
+        units = find_units(module)
+        for unit in units:
             self._prepare(unit)
-        self._wrap_root(find_unused_parameters)
+        self._wrap_root(units[-1], find_unused_parameters)
         self._laid_out = _modules_with_parameters(module)
         self._footprint.complete()
         _ENGINES[module] = self
@@ -163,8 +165,8 @@ class ParallelEngine:
 
     def _gather_root_again(self) -> None:
         """Inside a step, what the root holds must stay usable: blocks gather themselves, the root only on entry."""
-        if self._steps_inside and self._running and isinstance(self.root, FSDPModule):
-            self.root.unshard()
+        if self._steps_inside and self._running:
+            gather(self.root)
 
     def _prepare(self, unit: Unit) -> None:
         """Create, equalise, split and shard one unit: the fixed order of parallelisms."""
@@ -177,14 +179,22 @@ class ParallelEngine:
         if unit.module is not self.module and self._composes_units:
             self._apply_data_axis(unit.module, casts_inputs=True)
 
-    def _wrap_root(self, find_unused_parameters: bool) -> None:
+    def _wrap_root(self, unit: Unit, find_unused_parameters: bool) -> None:
         if self.layout.data_parallel_size == 1:
             return
-        if self._composes_units:
-            # The root sees the user's batch as it is: targets keep their precision.
-            self._apply_data_axis(self.step_module, casts_inputs=False)
-        else:
+        if not self._composes_units:
             self.root = wrap_whole(self.step_module, self.mesh, find_unused_parameters)
+            return
+        # The root sees the user's batch as it is: targets keep their precision.
+        self._apply_data_axis(self.step_module, casts_inputs=False)
+        make_root(self.step_module)
+        for _, member in unit.members:
+            member.register_forward_pre_hook(self._before_member)
+
+    def _before_member(self, *_: Any) -> None:
+        """Gather what the root holds for a call from outside a step, such as a callback's."""
+        if not self._running:
+            gather(self.root)
 
     @property
     def _composes_units(self) -> bool:

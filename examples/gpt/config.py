@@ -15,9 +15,13 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Make ``gpt/schema/model`` and ``gpt/schema/data`` known to Hydra, and the resolver they use."""
+    """Make ``gpt/schema/model``, ``data`` and ``text`` known to Hydra, and the resolver they use."""
     register_schemas(
-        {"model": schema_of(GPTModule, network=schema_of(GPTConfig)), "data": schema_of(TextData)},
+        {
+            "model": schema_of(GPTModule, nested={"network": schema_of(GPTConfig)}),
+            "data": schema_of(TextData),
+            "text": schema_of(TextData, required=["path"]),
+        },
         group="gpt/schema",
     )
     OmegaConf.register_new_resolver("gpt.vocab_size", _default_vocab_size, replace=True)

@@ -136,8 +136,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         size, bias = config.hidden_size, config.bias
-        self.head_size = config.head_size
-        self.dropout = config.dropout
+        self.config = config
         self.q = nn.Linear(size, size, bias=bias)
         self.k = nn.Linear(size, size, bias=config.key_bias)
         self.v = nn.Linear(size, size, bias=bias)
@@ -151,14 +150,14 @@ class Attention(nn.Module):
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Mix each position with those before it."""
         q_BNTH, k_BNTH, v_BNTH = (
-            projection(x_BTC).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            projection(x_BTC).unflatten(-1, (-1, self.config.head_size)).transpose(1, 2)
             for projection in (self.q, self.k, self.v)
         )
         mixed_BNTH = F.scaled_dot_product_attention(
             self.rotary(q_BNTH),
             self.rotary(k_BNTH),
             v_BNTH,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=self.config.dropout if self.training else 0.0,
             is_causal=True,
         )
         return self.o(mixed_BNTH.transpose(1, 2).flatten(-2))

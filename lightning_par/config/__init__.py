@@ -3,6 +3,7 @@
 Importing this package makes the schema known to Hydra as ``lightning_par/schema/<name>``.
 """
 
+from lightning_par.config.check import check_layout
 from lightning_par.config.derive import schema_of
 from lightning_par.config.errors import ConfigError, as_config_errors, explain
 from lightning_par.config.main import hydra_main, resolve
@@ -12,6 +13,7 @@ __all__ = [
     "SCHEMAS",
     "ConfigError",
     "as_config_errors",
+    "check_layout",
     "explain",
     "hydra_main",
     "register_schemas",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import field, is_dataclass, make_dataclass
 from typing import Any, get_type_hints
 
@@ -13,19 +13,22 @@ from omegaconf.errors import OmegaConfBaseException
 __all__ = ["schema_of"]
 
 
-def schema_of(target: Callable[..., Any], **nested: type) -> type:
+def schema_of(
+    target: Callable[..., Any], nested: Mapping[str, type] | None = None, required: Collection[str] = ()
+) -> type:
     """A dataclass with the arguments of ``target``: their types, their defaults, and ``_target_``.
 
     Args:
         target: a class or function. Arguments of a type that a file cannot hold become ``Any``; those without a default
             that a file can hold become mandatory.
         nested: argument name -> schema of the object it takes.
+        required: arguments that a configuration must give although they have a default.
 
     Returns:
         The schema, to be registered with :func:`~lightning_par.config.register_schemas`.
 
     Raises:
-        ValueError: if ``nested`` names something that is no argument of ``target``.
+        ValueError: if ``nested`` or ``required`` names something that is no argument of ``target``.
     """
     hints = get_type_hints(target if is_dataclass(target) or not inspect.isclass(target) else target.__init__)
     parameters = [
@@ -33,7 +36,8 @@ def schema_of(target: Callable[..., Any], **nested: type) -> type:
         for parameter in inspect.signature(target).parameters.values()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
-    unknown = nested.keys() - {parameter.name for parameter in parameters}
+    nested = nested or {}
+    unknown = {*nested, *required} - {parameter.name for parameter in parameters}
     if unknown:
         raise ValueError(f"{target.__qualname__} has no argument {', '.join(sorted(unknown))}")
     fields: list[tuple[str, Any, Any]] = [
@@ -44,13 +48,13 @@ def schema_of(target: Callable[..., Any], **nested: type) -> type:
             schema = nested[parameter.name]
             fields.append((parameter.name, schema, field(default_factory=schema)))
         else:
-            fields.append(_field(parameter, hints.get(parameter.name, Any)))
+            fields.append(_field(parameter, hints.get(parameter.name, Any), parameter.name in required))
     return make_dataclass(f"{target.__name__}Schema", fields)
 
 
-def _field(parameter: inspect.Parameter, hint: Any) -> tuple[str, Any, Any]:
+def _field(parameter: inspect.Parameter, hint: Any, required: bool) -> tuple[str, Any, Any]:
     kind = hint if _holds(hint, MISSING) else Any
-    has_default = parameter.default is not parameter.empty and _holds(kind, parameter.default)
+    has_default = not required and parameter.default is not parameter.empty and _holds(kind, parameter.default)
     default = parameter.default if has_default else MISSING
     return parameter.name, kind, field(default_factory=lambda: default)
 

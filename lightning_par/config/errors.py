@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from hydra.errors import CompactHydraException, ConfigCompositionException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from hydra.errors import CompactHydraException, HydraException, MissingConfigException
+from omegaconf import DictConfig
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -44,14 +44,19 @@ def explain(error: BaseException) -> str:
         error: what Hydra raised while it composed a configuration.
     """
     for cause in _causes(error):
+        if isinstance(cause, ConfigError):
+            return str(cause)
         if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
             return _explain_missing_option(cause)
         if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and not isinstance(cause, InterpolationKeyError):
             return _explain_unknown_key(cause)
         if isinstance(cause, ValidationError):
             return _explain_wrong_type(cause)
-    first, *_ = str(error).split("\nSet the environment variable")
-    return first.strip()
+    if isinstance(error, HydraException):
+        return str(error)
+    if isinstance(error, OmegaConfBaseException):
+        return _explain_wrong_type(error)
+    return f"{type(error).__name__}: {error}\nHYDRA_FULL_ERROR=1 shows where."
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -90,7 +95,7 @@ def _explain_missing_option(error: MissingConfigException) -> str:
     )
 
 
-def _explain_wrong_type(error: ValidationError) -> str:
+def _explain_wrong_type(error: OmegaConfBaseException) -> str:
     message = str(error).splitlines()[0].rstrip(".")
     return f"{error.full_key}: {message}" if error.full_key else message
 
@@ -98,12 +103,3 @@ def _explain_wrong_type(error: ValidationError) -> str:
 def _suggestion(prefix: str, word: str, known: Iterable[str]) -> str:
     match = nearest(word, known)
     return f". Did you mean {prefix}{match}?" if match else ""
-
-
-def missing_keys_error(config: DictConfig) -> ConfigCompositionException | None:
-    """An error for the values marked ``???`` that nobody gave, or None."""
-    missing = sorted(OmegaConf.missing_keys(config))
-    if not missing:
-        return None
-    lines = [f"{key}: a value must be given, as {key}=..." for key in missing]
-    return ConfigError("\n".join(lines))

@@ -10,11 +10,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import hydra
-from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_par.config.errors import ConfigError, explain, missing_keys_error
+from lightning_par.config.errors import ConfigError, explain
 
 __all__ = ["hydra_main", "resolve"]
 
@@ -52,7 +51,7 @@ def hydra_main(config_path: str | None, config_name: str) -> Callable[[Callable[
                 with until_composed:
                     until_composed.enter_context(_full_errors())
                     program()
-            except CompactHydraException as error:
+            except Exception as error:  # a task's own exceptions do not come this far
                 if user_asked:
                     raise
                 print(explain(error), file=sys.stderr)
@@ -69,13 +68,13 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     Raises:
         ConfigError: if a value was not given, or an interpolation leads nowhere.
     """
-    error = missing_keys_error(config)
-    if error is not None:
-        raise error
     try:
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            raise ConfigError("\n".join(f"{key}: a value must be given, as {key}=..." for key in missing))
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True, enum_to_str=True)
-    except OmegaConfBaseException as failure:
-        raise ConfigError(f"{failure.full_key}: {str(failure).splitlines()[0]}") from failure
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error)) from error
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
 

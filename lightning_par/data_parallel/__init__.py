@@ -21,6 +21,8 @@ from lightning_par.data_parallel.apply import (
     UnitPrecision,
     apply_data_axis,
     defer_gradient_sync,
+    gather,
+    make_root,
     release_gathered,
     wrap_whole,
 )
@@ -35,6 +37,8 @@ __all__ = [
     "apply_data_axis",
     "defer_gradient_sync",
     "find_units",
+    "gather",
+    "make_root",
     "release_gathered",
     "wrap_whole",
 ]

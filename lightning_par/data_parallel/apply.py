@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_par.data_parallel.policy import ZeroPolicy
 
-__all__ = ["UnitPrecision", "apply_data_axis", "defer_gradient_sync", "release_gathered", "wrap_whole"]
+__all__ = ["UnitPrecision", "apply_data_axis", "defer_gradient_sync", "gather", "make_root", "release_gathered", "wrap_whole"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,20 @@ def defer_gradient_sync(root: nn.Module, policy: ZeroPolicy) -> Iterator[None]:
         yield
     finally:
         _set_last_micro_batch(root, policy, last=True)
+
+
+def make_root(module: nn.Module) -> None:
+    """Make ``module`` the root of all units below it, which it would else become in its first forward.
+
+    A block called before that, by a callback for instance, would take itself for the root.
+    """
+    _composable(module)._get_fsdp_state()._lazy_init()
+
+
+def gather(module: nn.Module) -> None:
+    """Gather the parameters of one unit, if they are not; nothing if it is not composed of units."""
+    if isinstance(module, FSDPModule):
+        module.unshard()
 
 
 def release_gathered(root: nn.Module) -> None:

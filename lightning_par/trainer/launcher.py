@@ -46,7 +46,7 @@ __all__ = ["ScriptLauncher"]
 
 JOB_END_SECONDS = 60.0
 """How long the ranks of a finished job may take to come to their end before the next job ends them."""
-PEER_SECONDS = 3.0
+PEER_SECONDS = 10.0
 """How long after a lost connection its cause, a dead process, may take to show."""
 ECHO_SECONDS = 1.0
 """How long ranks may take to fail of the same cause by themselves."""
@@ -206,7 +206,7 @@ def _end_after(error: BaseException, children: Children) -> None:
     children.wait(ECHO_SECONDS, for_failure=False)
     children.end()
     if failure is not None:
-        raise failure from error
+        raise failure from None
 
 
 def _lost_connection(error: BaseException) -> bool:

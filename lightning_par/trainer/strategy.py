@@ -27,6 +27,7 @@ from lightning_par.random_state import share_random_state
 from lightning_par.trainer.checkpoint_hooks import CheckpointHooks
 from lightning_par.trainer.data import check_equal_lengths, extra_steps, lockstep, seed_workers
 from lightning_par.trainer.mesh_strategy import DEFAULT_TIMEOUT
+from lightning_par.trainer.optimizers import step_one_by_one_if_mixed
 from lightning_par.trainer.precision import connect_precision, parameter_dtype
 
 if TYPE_CHECKING:
@@ -189,6 +190,7 @@ class HybridStrategy(CheckpointHooks):
         self.engine.parameters()  # optimizers must be given the sharded parameters
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
+            step_one_by_one_if_mixed(optimizer)
             optimizer.register_step_post_hook(lambda *_: self.engine.after_optimizer_step())
 
     @override
