@@ -7,13 +7,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone runs as it is, installed or not
 
-from lightning_par.config import as_config_errors, hydra_main, resolve
-from lightning_par.launch import launch
-from lightning_par.run import train
 from omegaconf import DictConfig
 
 from examples.gpt.check import check
 from examples.gpt.config import register
+from lightning_par.config import as_config_errors, hydra_main, resolve
+from lightning_par.launch import launch
+from lightning_par.run import train
 
 register()
 

@@ -11,7 +11,6 @@ one of the groups is used.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from pathlib import Path
 
@@ -19,13 +18,15 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
+from omegaconf import Container, OmegaConf
 
 __all__ = ["LightningParConfigSource", "LightningParSearchPath"]
 
 PREFIX = "lightning_par"
 GROUPS = ("launch", "logger", "optimizer", "strategy", "trainer")
 """Those that stand on their own; the others describe the example and its whole run."""
+SCHEMA = "schema"
+"""Types of the above. Not in Hydra's own store, which is copied before this package can be imported on demand."""
 
 _HEADER_LENGTH = 512
 
@@ -41,7 +42,7 @@ def conf_dir() -> Path:
 
 
 class LightningParConfigSource(ConfigSource):
-    """Serves ``conf/<group>/<name>.yaml`` as ``lightning_par/<group>/<name>``."""
+    """Serves ``conf/<group>/<name>.yaml`` as ``lightning_par/<group>/<name>``, and types as ``.../schema/<name>``."""
 
     @staticmethod
     def scheme() -> str:
@@ -49,17 +50,19 @@ class LightningParConfigSource(ConfigSource):
         return PREFIX
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Read one file, and make sure that the schema it refers to is known."""
+        """Read one file, or look up one type."""
+        config, header = self._schema(config_path), ""
         file = self._file(config_path)
-        if file is None or not file.is_file():
+        if file is not None and file.is_file():
+            header = file.read_text(encoding="utf-8")[:_HEADER_LENGTH]
+            config = OmegaConf.load(file)
+        if config is None:
             raise ConfigLoadError(f"Config not found: {config_path}")
-        importlib.import_module("lightning_par.config")
-        text = file.read_text(encoding="utf-8")
         return ConfigResult(
-            config=OmegaConf.create(text),
+            config=config,
             path=f"{self.scheme()}://{self.path}",
             provider=self.provider,
-            header=self._get_header_dict(text[:_HEADER_LENGTH]),
+            header=self._get_header_dict(header),
         )
 
     def available(self) -> bool:
@@ -72,9 +75,9 @@ class LightningParConfigSource(ConfigSource):
         return parts == (PREFIX,) or (len(parts) == 2 and parts[0] == PREFIX and parts[1] in GROUPS)
 
     def is_config(self, config_path: str) -> bool:
-        """Whether there is such a file."""
+        """Whether there is such a file or type."""
         file = self._file(config_path)
-        return file is not None and file.is_file()
+        return (file is not None and file.is_file()) or self._schema(config_path) is not None
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """Names directly under ``config_path``."""
@@ -89,6 +92,15 @@ class LightningParConfigSource(ConfigSource):
         for name in names:
             self._list_add_result(found, "/".join((*parts, name)), name, results_filter)
         return sorted(set(found))
+
+    def _schema(self, config_path: str) -> Container | None:
+        parts = _parts(config_path.removesuffix(".yaml"))
+        if len(parts) != 3 or parts[:2] != (PREFIX, SCHEMA):
+            return None
+        from lightning_par.config.schema import SCHEMAS
+
+        schema = SCHEMAS.get(parts[2])
+        return None if schema is None else OmegaConf.structured(schema)
 
     def _file(self, config_path: str) -> Path | None:
         parts = _parts(self._normalize_file_name(config_path))

@@ -175,7 +175,7 @@ def _group_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.
         if isinstance(value, dist.ProcessGroup):
             return value
     name = [value for value in values if isinstance(value, str)][-1]
-    return dist.distributed_c10d._resolve_process_group(name)
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:

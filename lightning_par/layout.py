@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -174,21 +174,21 @@ def check_degrees(degrees: dict[str, Degree]) -> None:
             _check_positive(name, degree)
 
 
-def _infer(world_size: int, degrees: dict[str, Degree]) -> tuple[int, ...]:
+def _infer(world_size: int, degrees: dict[str, Degree]) -> list[int]:
     """Fill in the one ``"auto"`` degree and check the product."""
     _check_positive("world_size", world_size)
     check_degrees(degrees)
-    known = math.prod(cast("int", degree) for degree in degrees.values() if degree != AUTO)
+    known = math.prod(degree for degree in degrees.values() if isinstance(degree, int))
     if AUTO in degrees.values():
         if world_size % known:
             raise ValueError(f"{_product(degrees)} does not fit {world_size} ranks: {known} does not divide {world_size}.")
-        return tuple(world_size // known if degree == AUTO else cast("int", degree) for degree in degrees.values())
+        return [degree if isinstance(degree, int) else world_size // known for degree in degrees.values()]
     if known != world_size:
         raise ValueError(
             f"{_product(degrees)} = {known} ranks, but the job has {world_size}. Change a degree or the number of "
             'devices, or set one degree to "auto".'
         )
-    return tuple(cast("int", degree) for degree in degrees.values())
+    return [degree for degree in degrees.values() if isinstance(degree, int)]
 
 
 def _product(degrees: dict[str, Degree]) -> str:

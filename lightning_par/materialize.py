@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,10 +55,11 @@ def _has_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in own)
 
 
-def _initializers(root: nn.Module, name: str, module: nn.Module) -> list:
+def _initializers(root: nn.Module, name: str, module: nn.Module) -> list[Callable[[], Any]]:
     """What initialises ``module``, as calls without arguments, in order."""
-    found = [module.reset_parameters] if callable(getattr(module, "reset_parameters", None)) else []
+    own = getattr(module, "reset_parameters", None)
     parts = name.split(".") if name else []
     above = [root.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
-    owner = next((parent for parent in above if callable(getattr(parent, "_init_weights", None))), None)
-    return [*found, lambda: owner._init_weights(module)] if owner is not None else found
+    methods = (getattr(parent, "_init_weights", None) for parent in above)
+    owners = next((method for method in methods if callable(method)), None)
+    return [*([own] if callable(own) else []), *([partial(owners, module)] if owners is not None else [])]

@@ -16,6 +16,7 @@ from typing import Any
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 
+from lightning_par.picture import draw_run
 from lightning_par.launch import restart_count, trainer_resources
 from lightning_par.trainer.callbacks import Banner, ClosingSummary, ParallelProgressBar
 from lightning_par.trainer.monitor import RunMonitor
@@ -28,6 +29,7 @@ _NOISE = (
     ".*litlogger.*",
     ".*smaller than the logging interval.*",
     ".*Checkpoint directory .* exists and is not empty.*",
+    ".*LeafSpec.*is deprecated.*",
 )
 
 
@@ -48,14 +50,16 @@ def train(config: Mapping[str, Any]) -> float | None:
     monitor = RunMonitor(config["output_dir"])
     trainer = _build_trainer(config, monitor)
     trainer.fit(module, datamodule=data, ckpt_path=_checkpoint_to_resume(config))
+    if trainer.is_global_zero:
+        draw_run(Path(config["output_dir"]))
     return _objective(trainer, config["objective"])
 
 
 def _build_trainer(config: Mapping[str, Any], monitor: RunMonitor) -> Trainer:
-    callbacks: list[Callback] = [monitor, Banner(), ClosingSummary(monitor)]
+    callbacks: list[Callback] = [monitor, Banner(), *_instantiate_all(config.get("callbacks"))]
     if config["trainer"].get("enable_progress_bar", True) is not False:
         callbacks.append(ParallelProgressBar(monitor))
-    callbacks += _instantiate_all(config.get("callbacks"))
+    callbacks.append(ClosingSummary(monitor))  # after the bar has let go of the terminal
     return instantiate(
         config["trainer"],
         strategy=instantiate(config["strategy"]),

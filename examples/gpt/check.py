@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from lightning_par.config import check_layout
-from lightning_par.tensor_parallel import check_plan, resolve_plan
 
 from examples.gpt.data import TextData
 from examples.gpt.module import GPTModule
+from lightning_par.config import check_layout
+from lightning_par.tensor_parallel import check_plan, resolve_plan
 
 __all__ = ["check"]
 

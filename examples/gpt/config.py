@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from lightning_par.config import ConfigError, register_schemas, schema_of
-from lightning_par.config.errors import nearest
 from omegaconf import OmegaConf
 
 from examples.gpt.data import TextData
 from examples.gpt.model import GPTConfig
 from examples.gpt.module import GPTModule
 from examples.gpt.tokenizer import DEFAULT_VOCAB_SIZES
+from lightning_par.config import ConfigError, register_schemas, schema_of
+from lightning_par.config.errors import nearest
 
 __all__ = ["register"]
 

@@ -58,11 +58,7 @@ def standard_library(validation_fraction: float) -> Corpus:
         ValueError: if this interpreter came without the sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    paths = [
-        path
-        for path in root.rglob("*.py")
-        if not _STDLIB_SKIPPED & set(path.relative_to(root).parts)
-    ]
+    paths = [path for path in root.rglob("*.py") if not _STDLIB_SKIPPED & set(path.relative_to(root).parts)]
     if not paths:
         raise ValueError(
             f"this Python has no library sources under {root}; "

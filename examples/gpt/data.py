@@ -75,9 +75,7 @@ class TextData(pl.LightningDataModule):
             ValueError: if a split is too short for one sample.
         """
         if self.files is None:
-            files = TokenFiles.build(
-                self.corpus, self.tokenizer_name, self.vocab_size, self.cache_dir
-            )
+            files = TokenFiles.build(self.corpus, self.tokenizer_name, self.vocab_size, self.cache_dir)
             _check_lengths(files, self.block_size, self.corpus)
             self.files = files
         return self.files

@@ -104,6 +104,9 @@ class RotaryTable(nn.Module):
     it again after the model was built on the meta device.
     """
 
+    cos_TH: Tensor
+    sin_TH: Tensor
+
     def __init__(self, length: int, head_size: int) -> None:
         super().__init__()
         self.register_buffer("cos_TH", torch.empty(length, head_size // 2), persistent=False)
@@ -114,9 +117,9 @@ class RotaryTable(nn.Module):
     def reset_parameters(self) -> None:
         """Fill the table where it lies."""
         length, half = self.cos_TH.shape
-        where = {"device": self.cos_TH.device, "dtype": torch.float32}
-        frequency_H = 10_000.0 ** (-torch.arange(half, **where) / half)
-        angle_TH = torch.outer(torch.arange(length, **where), frequency_H)
+        device = self.cos_TH.device
+        frequency_H = 10_000.0 ** (-torch.arange(half, device=device) / half)
+        angle_TH = torch.outer(torch.arange(length, device=device), frequency_H)
         self.cos_TH.copy_(angle_TH.cos())
         self.sin_TH.copy_(angle_TH.sin())
 
@@ -142,9 +145,7 @@ class Attention(nn.Module):
         self.v = nn.Linear(size, size, bias=bias)
         self.o = ResidualProjection(size, size, bias=bias)
         self.rotary = (
-            RotaryTable(config.block_size, config.head_size)
-            if config.positions == "rotary"
-            else nn.Identity()
+            RotaryTable(config.block_size, config.head_size) if config.positions == "rotary" else nn.Identity()
         )
 
     def forward(self, x_BTC: Tensor) -> Tensor:
@@ -211,11 +212,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.positions = (
-            nn.Embedding(config.block_size, config.hidden_size)
-            if config.positions == "learned"
-            else None
-        )
+        self.positions = nn.Embedding(config.block_size, config.hidden_size) if config.positions == "learned" else None
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size, bias=config.bias)
@@ -271,9 +268,7 @@ class GPT(nn.Module):
         """
         length = tokens_BT.size(1)
         if length > self.config.block_size:
-            raise ValueError(
-                f"a sequence of {length} tokens is longer than block_size={self.config.block_size}"
-            )
+            raise ValueError(f"a sequence of {length} tokens is longer than block_size={self.config.block_size}")
         x_BTC = self.embedding(tokens_BT)
         if self.positions is not None:
             x_BTC = x_BTC + self.positions(torch.arange(length, device=tokens_BT.device))

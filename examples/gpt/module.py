@@ -90,15 +90,17 @@ class GPTModule(pl.LightningModule):
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         matrices = [parameter for parameter in trained if parameter.dim() >= 2]
         vectors = [parameter for parameter in trained if parameter.dim() < 2]
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         optimizer = self.optimizer([group for group in groups if group["params"]])
         num_steps = self.trainer.estimated_stepping_batches
 
         def factor(step: int) -> float:
             return warmup_cosine(step, self.warmup_steps, num_steps, self.min_lr_fraction)
 
-        schedule = {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": schedule}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"},
+        }
 
     @torch.no_grad()  # not inference_mode: its tensors cannot enter sharded parameters' bookkeeping
     def generate(

@@ -95,7 +95,6 @@ def _tokenizers() -> Any:
         import tokenizers
     except ModuleNotFoundError as error:
         raise ValueError(
-            "data.tokenizer=bpe needs the tokenizers package: pip install tokenizers, "
-            "or take data.tokenizer=bytes"
+            "data.tokenizer=bpe needs the tokenizers package: pip install tokenizers, or take data.tokenizer=bytes"
         ) from error
     return tokenizers

@@ -143,9 +143,7 @@ def _write(folder: Path, corpus: Corpus, digest: str, tokenizer: str, vocab_size
     encoder.save(folder)
     end_of_document = encoder.encode(b"\n")
     counts = {TRAIN: 0, VALIDATION: 0}
-    with (folder / f"{TRAIN}.bin").open("wb") as train, (
-        folder / f"{VALIDATION}.bin"
-    ).open("wb") as validation:
+    with (folder / f"{TRAIN}.bin").open("wb") as train, (folder / f"{VALIDATION}.bin").open("wb") as validation:
         for document in corpus.documents:
             tokens = encoder.encode(document.read())
             split, file = (VALIDATION, validation) if document.held_out else (TRAIN, train)
@@ -159,8 +157,6 @@ def _write(folder: Path, corpus: Corpus, digest: str, tokenizer: str, vocab_size
         "vocab_size": encoder.vocab_size,
         "dtype": end_of_document.dtype.name,
         "num_tokens": counts,
-        "documents": [
-            {"name": document.name, "held_out": document.held_out} for document in corpus.documents
-        ],
+        "documents": [{"name": document.name, "held_out": document.held_out} for document in corpus.documents],
     }
     (folder / _RECORD_FILE).write_text(json.dumps(record, indent=1))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import field, is_dataclass, make_dataclass
+from contextlib import suppress
+from dataclasses import field, make_dataclass
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 from omegaconf import MISSING, OmegaConf
@@ -30,7 +33,7 @@ def schema_of(
     Raises:
         ValueError: if ``nested`` or ``required`` names something that is no argument of ``target``.
     """
-    hints = get_type_hints(target if is_dataclass(target) or not inspect.isclass(target) else target.__init__)
+    hints = _hints(target)
     parameters = [
         parameter
         for parameter in inspect.signature(target).parameters.values()
@@ -50,6 +53,18 @@ def schema_of(
         else:
             fields.append(_field(parameter, hints.get(parameter.name, Any), parameter.name in required))
     return make_dataclass(f"{target.__name__}Schema", fields)
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    """Types by argument; without those that only a type checker can import."""
+    function = target.__init__ if inspect.isclass(target) else target
+    namespace = vars(sys.modules[target.__module__])
+    hints = {}
+    for name, annotation in inspect.get_annotations(function).items():
+        alone = SimpleNamespace(__annotations__={name: annotation})
+        with suppress(NameError):
+            hints.update(get_type_hints(alone, globalns=namespace))
+    return hints
 
 
 def _field(parameter: inspect.Parameter, hint: Any, required: bool) -> tuple[str, Any, Any]:

@@ -20,7 +20,9 @@ __all__ = ["hydra_main", "resolve"]
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
-def hydra_main(config_path: str | None, config_name: str) -> Callable[[Callable[[DictConfig], Any]], Callable[[], None]]:
+def hydra_main(
+    config_path: str | None, config_name: str
+) -> Callable[[Callable[[DictConfig], Any]], Callable[[], None]]:
     """Like :func:`hydra.main`, but a mistake in the configuration is said in one paragraph, with the nearest valid key.
 
     Args:

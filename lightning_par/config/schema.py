@@ -27,12 +27,10 @@ names can be given with Hydra's plus: ``+trainer.barebones=true``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING
 
 __all__ = [
     "SCHEMAS",
@@ -42,7 +40,6 @@ __all__ = [
     "SGDConfig",
     "StrategyConfig",
     "TrainerConfig",
-    "register_schemas",
 ]
 
 
@@ -65,7 +62,7 @@ class StrategyConfig:
     pipeline_parallel_size: int | str = 1
     zero_stage: int = 0
     zero_shard_size: int | None = None
-    tensor_parallel_plan: dict[str, str] | None = None
+    tensor_parallel_plan: Any = None  # pattern -> style; not typed, because an empty typed mapping takes no override
     find_unused_parameters: bool = True
     process_group_backend: str | None = None
     timeout: Seconds = field(default_factory=Seconds)
@@ -176,32 +173,4 @@ SCHEMAS: dict[str, type] = {
     "adamw": AdamWConfig,
     "sgd": SGDConfig,
 }
-"""Name under ``lightning_par/schema`` -> type."""
-
-_MAX_NAME = 80
-
-
-def register_schemas(schemas: Mapping[str, type] | None = None, group: str = "lightning_par/schema") -> None:
-    """Make types known to Hydra as ``<group>/<name>``; doing so again does no harm.
-
-    Args:
-        schemas: name -> dataclass; None: this package's own.
-        group: where they stand.
-    """
-    for name, schema in (SCHEMAS if schemas is None else schemas).items():
-        ConfigStore.instance().store(group=group, name=name, node=schema, provider="lightning_par")
-    OmegaConf.register_new_resolver("short_name", short_name, replace=True)
-
-
-def short_name(text: str) -> str:
-    """``text`` as a short file name: of a dotted key only the last word, no separators.
-
-    >>> short_name("launch.devices=2,strategy=zero1,data.path=/home/me/book.txt")
-    'devices=2,strategy=zero1,path=_home_me_book.txt'
-    """
-    words = []
-    for override in str(text).split(","):
-        key, equals, value = override.partition("=")
-        words.append(key.rpartition(".")[2].lstrip("+") + equals + value)
-    name = "".join(letter if letter.isalnum() or letter in "=,._-" else "_" for letter in ",".join(words))
-    return name[:_MAX_NAME]
+"""Name -> type; the plugin in ``hydra_plugins`` serves them as ``lightning_par/schema/<name>``."""

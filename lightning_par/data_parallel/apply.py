@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 
 import torch
 from torch import nn
@@ -16,6 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_par.data_parallel.policy import ZeroPolicy
 
 __all__ = ["UnitPrecision", "apply_data_axis", "defer_gradient_sync", "gather", "make_root", "release_gathered", "wrap_whole"]
+
+
+# The argument's name differs between torch releases.
+_NEW_NAME, _OLD_NAME = "forward_sync_buffers", "broadcast_buffers"
+_SYNC_BUFFERS = _NEW_NAME if _NEW_NAME in signature(DistributedDataParallel.__init__).parameters else _OLD_NAME
 
 
 @dataclass(frozen=True)
@@ -62,16 +68,16 @@ def wrap_whole(module: nn.Module, mesh: DeviceMesh, find_unused_parameters: bool
     """
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module
+    # Only batch norm changes its buffers in a forward; broadcasting constant tables each step is waste.
     batch_norm = any(isinstance(child, nn.modules.batchnorm._BatchNorm) for child in module.modules())
     return DistributedDataParallel(
         module,
         device_ids=[torch.cuda.current_device()] if mesh.device_type == "cuda" else None,
         process_group=mesh.get_group("dp_replicate"),
         find_unused_parameters=find_unused_parameters,
-        # Only batch norm changes its buffers in a forward; broadcasting constant tables each step is waste.
-        broadcast_buffers=batch_norm,
         init_sync=False,
         gradient_as_bucket_view=True,
+        **{_SYNC_BUFFERS: batch_norm},
     )
 
 

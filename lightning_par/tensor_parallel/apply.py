@@ -71,6 +71,9 @@ def _install(modules: Mapping[str, nn.Module], name: str, style: Style, axis: Te
     caller = caller_forward(modules[owner_of(modules, name)], axis)
     # A head whose output is gathered, or an embedding, leaves nothing local to its caller.
     caller.holds_heads |= style.output_is_local or (style.shard_dim == 1 and style.enter == "as_is")
+    if isinstance(caller.module, nn.TransformerEncoderLayer):
+        # Its fused path for inference reads the weights past the layers; this turns that path off.
+        caller.module.activation_relu_or_gelu = 0
     forward = LocalForward(module, module.forward, style, axis, caller.shared)
     module.__dict__["forward"] = forward
 

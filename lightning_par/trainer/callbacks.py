@@ -90,6 +90,10 @@ class ParallelProgressBar(RichProgressBar):
         super().__init__(**kwargs)
         self._monitor = monitor
 
+    def _get_train_description(self, current_epoch: int) -> str:
+        # Runs are bounded by steps: Lightning would show the unset number of epochs as -2.
+        return f"Epoch {current_epoch}"
+
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Lightning's metrics and ours."""
         metrics: dict[str, Any] = dict(super().get_metrics(trainer, pl_module))
@@ -110,10 +114,10 @@ class ClosingSummary(Callback):
     def __init__(self, monitor: RunMonitor) -> None:
         self._monitor = monitor
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the summary that the monitor has just written."""
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Print the summary that the monitor has written, once everything else has had its say."""
         summary = self._monitor.summary
-        if not trainer.is_global_zero or summary is None:
+        if stage != "fit" or not trainer.is_global_zero or summary is None:
             return
         table = Table.grid(padding=(0, 2))
         for name, value in _closing_rows(summary):

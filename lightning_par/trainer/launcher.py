@@ -28,7 +28,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, _TunerExitException
 from typing_extensions import override
 
-from lightning_par.process_group import rank_label, retire_process_group
+from lightning_par.process_group import retire_process_group
 from lightning_par.trainer.script_children import (
     PARENT,
     Children,
@@ -142,7 +142,6 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         except _TunerExitException:
             raise
         except Exception:
-            print(f"{rank_label()} failed:", file=sys.stderr, flush=True)
             end_soon()
             raise
 
@@ -200,8 +199,6 @@ def _end_after(error: BaseException, children: Children) -> None:
         children.wait(PEER_SECONDS)
         failure = children.failure()
     children.given_up = True
-    if children.processes and failure is None and isinstance(error, Exception):
-        print(f"{rank_label()} failed; the other ranks are ended.", file=sys.stderr, flush=True)
     # They may be about to tell the same error; a signal in the middle of that would only add noise.
     children.wait(ECHO_SECONDS, for_failure=False)
     children.end()

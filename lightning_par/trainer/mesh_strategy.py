@@ -156,7 +156,7 @@ class MeshStrategy(ParallelStrategy):
                 zero_stage=self.zero_stage,
                 zero_shard_size=self.zero_shard_size,
             )
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     @override
     def _configure_launcher(self) -> None:

@@ -32,12 +32,12 @@ from lightning_par.config import (
     as_config_errors,
     check_layout,
     explain,
-    hydra_main,
     resolve,
     schema_of,
 )
 from lightning_par.config.loggers import tensorboard_if_installed
-from lightning_par.config.schema import AdamWConfig, LaunchConfig, StrategyConfig, TrainerConfig, short_name
+from lightning_par.config.register import short_name
+from lightning_par.config.schema import AdamWConfig, LaunchConfig, StrategyConfig, TrainerConfig
 from lightning_par.launch import LaunchSettings
 
 pytestmark = pytest.mark.unit
@@ -45,7 +45,11 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 GROUPS = ("model", "data", "optimizer", "strategy", "trainer", "launch", "logger", "experiment", "debug")
-TRAINER_ALONE = {"trainer.accelerator": "cpu", "trainer.enable_progress_bar": "false", "trainer.enable_checkpointing": "false"}
+TRAINER_ALONE = {
+    "trainer.accelerator": "cpu",
+    "trainer.enable_progress_bar": "false",
+    "trainer.enable_checkpointing": "false",
+}
 
 
 def options(group: str) -> list[str]:
@@ -145,7 +149,7 @@ class TestObjects:
         ("option", "count"),
         [
             ("gpt_nano", 820_352),
-            ("gpt_mini", 10_719_360),
+            ("gpt_mini", 10_720_128),
             ("gpt2_small", 124_439_808),
             ("gpt2_medium", 354_823_168),
             ("gpt2_large", 774_030_080),
@@ -154,15 +158,13 @@ class TestObjects:
         ],
     )
     def test_models_have_the_published_sizes(self, composed, option: str, count: int) -> None:
+        node = resolve(composed(f"model={option}"))["model"]
+        assert node["meta"] is (option == "gpt_7b")  # the only one too large to be built whole
         with torch.device("meta"):
-            module = instantiate(resolve(composed(f"model={option}"))["model"])
+            module = instantiate(node)
             module.configure_model()
         assert isinstance(module, GPTModule)
         assert sum(parameter.numel() for parameter in module.parameters()) == count
-
-    def test_only_the_largest_model_is_built_on_meta(self, composed) -> None:
-        meta = [option for option in options("model") if composed(f"model={option}").model.meta]
-        assert meta == ["gpt_7b"]
 
     @pytest.mark.parametrize(("option", "kind"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
     def test_optimizers(self, composed, option: str, kind: type) -> None:
@@ -215,14 +217,13 @@ class TestObjects:
         monkeypatch.setattr(pl.loggers.TensorBoardLogger, "__init__", missing)
         assert tensorboard_if_installed(str(tmp_path)) is None
 
-    def test_every_job_of_the_comparison_composes(self, composed) -> None:
+    def test_comparison_sweeps_over_strategies_that_exist(self) -> None:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             config = compose("train", ["experiment=compare_strategies"], return_hydra_config=True)
         swept = config.hydra.sweeper.params.strategy.split(",")
         assert config.hydra.mode.name == "MULTIRUN"
         assert len(swept) == 5
-        for strategy in swept:
-            check(resolve(composed("experiment=compare_strategies", f"strategy={strategy}")))
+        assert set(swept) <= set(options("strategy"))
 
 
 class TestSchema:
@@ -279,8 +280,8 @@ class TestSchema:
             node.rate = "fast"
 
     def test_schema_of_refuses_arguments_that_are_none(self) -> None:
-        with pytest.raises(ValueError, match="GPTModule has no argument netwrok"):
-            schema_of(GPTModule, nested={"netwrok": AdamWConfig})
+        with pytest.raises(ValueError, match="GPTModule has no argument ntwork"):
+            schema_of(GPTModule, nested={"ntwork": AdamWConfig})
 
     def test_short_name_makes_a_folder_of_overrides(self) -> None:
         assert short_name("launch.devices=2,strategy=zero1") == "devices=2,strategy=zero1"
@@ -302,8 +303,8 @@ class TestMistakes:
             ("data.blocksize=3", "Did you mean data.block_size?"),
             ("optimizer.weigth_decay=3", "Did you mean optimizer.weight_decay?"),
             ("launch.device=3", "Did you mean launch.devices?"),
-            ("strategy.timeout.secnds=3", "Did you mean strategy.timeout.seconds?"),
-            ("callbacks.sampel=null", "Did you mean callbacks.sample?"),
+            ("strategy.timeout.seonds=3", "Did you mean strategy.timeout.seconds?"),
+            ("callbacks.samle=null", "Did you mean callbacks.sample?"),
             ("hydra.sweep.dri=x", "Did you mean hydra.sweep.dir?"),
             ("strategy=zero4", "strategy=zero4: there is no such option. Did you mean strategy=zero3?"),
             ("data=txt", "Did you mean data=text?"),
@@ -533,9 +534,19 @@ class TestForeignApplication:
         assert not source.is_config("lightning_par/experiment/compare_strategies")
         assert not source.is_group("strategy")
 
-    def test_the_plugin_costs_other_applications_no_torch(self) -> None:
-        program = "import hydra_plugins.lightning_par_plugin, sys; sys.exit('torch' in sys.modules)"
-        subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=60)
+    def test_it_needs_nothing_imported_and_others_pay_nothing(self, tmp_path: Path) -> None:
+        """In a fresh interpreter: no torch until a group of ours is used, then all of it, at the first composition."""
+        (tmp_path / "app.yaml").write_text("defaults:\n  - lightning_par/strategy@strategy: zero3\n")
+        (tmp_path / "other.yaml").write_text("a: 1\n")
+        program = (
+            "import sys, hydra\n"
+            "with hydra.initialize_config_dir(sys.argv[1], version_base='1.3'):\n"
+            "    hydra.compose('other')\n"
+            "    assert 'torch' not in sys.modules\n"
+            "    assert hydra.compose('app', overrides=['strategy.zero_stage=2']).strategy.zero_stage == 2\n"
+        )
+        command = [sys.executable, "-c", program, str(tmp_path)]
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=55)
 
     def test_files_are_found_in_a_wheel_as_in_a_clone(self, tmp_path: Path, monkeypatch) -> None:
         package = tmp_path / "lightning_par"

@@ -84,9 +84,7 @@ class TestModel:
     def test_residual_projections_start_smaller_by_depth(self) -> None:
         model = GPT(tiny(num_layers=8, hidden_size=128, num_heads=4))
         stds = {
-            isinstance(module, ResidualProjection): []
-            for module in model.modules()
-            if isinstance(module, nn.Linear)
+            isinstance(module, ResidualProjection): [] for module in model.modules() if isinstance(module, nn.Linear)
         }
         for module in model.modules():
             if isinstance(module, nn.Linear):

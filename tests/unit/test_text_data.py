@@ -147,8 +147,7 @@ class TestStandardLibrary:
         data = TextData(cache_dir=str(tmp_path))
         record = data.record
         size = sum(
-            (Path(sysconfig.get_path("stdlib")) / entry["name"]).stat().st_size + 1
-            for entry in record["documents"]
+            (Path(sysconfig.get_path("stdlib")) / entry["name"]).stat().st_size + 1 for entry in record["documents"]
         )
         assert sum(record["num_tokens"].values()) == size
         assert len(record["sha256"]) == 64
