@@ -77,7 +77,8 @@ def run_ranks(
     try:
         with (
             tempfile.TemporaryDirectory(prefix="lightning_par_", ignore_cleanup_errors=True) as folder,
-            _process_untouched(OMP_NUM_THREADS=str(num_threads)),
+            # C++ warnings come from every rank and cannot be filtered in them any more.
+            _process_untouched(OMP_NUM_THREADS=str(num_threads), TORCH_CPP_LOG_LEVEL="ERROR"),
             _quiet_loggers(),
             RankWatch(Path(folder), devices, GRACE_SECONDS) as watch,
         ):

@@ -36,7 +36,7 @@ from lightning_par.data_parallel import (
 from lightning_par.layout import ParallelLayout
 from lightning_par.materialize import check_can_materialize, materialize
 from lightning_par.restore import Footprint
-from lightning_par.tensor_parallel import apply_plan, check_plan, resolve_plan
+from lightning_par.tensor_parallel import apply_plan, check_plan, check_replicated_gradients, resolve_plan
 from lightning_par.ties import find_ties, restore_ties
 
 __all__ = ["ParallelEngine", "StepModule", "engine_of"]
@@ -108,6 +108,7 @@ class ParallelEngine:
         self._running = False
         self.plan = resolve_plan(module, tensor_parallel_plan) if layout.tp > 1 else {}
         check_plan(module, self.plan, layout.tp)
+        self._checks_gradients = layout.tp > 1
         check_can_materialize(module)
         self._footprint = Footprint(module)
         self.step_module = StepModule(module)
@@ -150,7 +151,15 @@ class ParallelEngine:
         return defer_gradient_sync(self.root, self._policy)
 
     def after_backward(self) -> None:
-        """Tell the engine that a backward ended; only needed where steps run it themselves."""
+        """Tell the engine that a backward ended.
+
+        Raises:
+            ValueError: After the first backward, on every rank, if gradients of whole parameters differ over the tensor
+                axis: the plan then forgets a layer, and training would let the ranks drift apart unseen.
+        """
+        if self._checks_gradients and any(parameter.grad is not None for parameter in self.module.parameters()):
+            self._checks_gradients = False
+            check_replicated_gradients(self.module, self.mesh["tp"])
         self._gather_root_again()
 
     def after_optimizer_step(self) -> None:

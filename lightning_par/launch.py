@@ -244,7 +244,7 @@ def _environment_restored() -> Iterator[None]:
 
 @contextmanager
 def _group_destroyed() -> Iterator[None]:
-    """Destroy the group that was made inside, unless others failed with it: that may hang, and their launcher ends it."""
+    """Destroy the group that was made inside, unless it failed with others in it: that may hang."""
     existed = dist.is_initialized()
     succeeded = False
     try:
@@ -259,7 +259,7 @@ def _config_of_rank_zero(config: dict[str, Any], address: str, port: int, rank: 
     """Rank 0's configuration on every rank: each composed its own, with its own time stamps and random values."""
     store = shared_store(address, port, rank=rank)
     if rank == 0:
-        store.set("config", pickle.dumps(config))
+        store.set("config", pickle.dumps(config))  # type: ignore[arg-type]  # bytes are fine, torch's stub is narrow
         return config
     shared: dict[str, Any] = pickle.loads(store.get("config"))
     return shared

@@ -136,6 +136,10 @@ class RankWatch(threading.Thread):
         self._finished.set()
         self.join()
         self._look()
+        for rank in self._ranks.values():
+            # The agent may have collected the state of the rank it names before it was seen here.
+            if rank.exit_code is None and rank.rank in error.failures:
+                rank.exit_code = error.failures[rank.rank].exitcode
         return self._first_failure() or _agent_failure(error)
 
     def _look(self) -> None:
@@ -166,7 +170,7 @@ class RankWatch(threading.Thread):
         return all(rank.ended for rank in self._ranks.values())
 
     def _tell_restart(self, attempt: int) -> None:
-        cause = self._first_failure() or "a rank ended before it started its work"
+        cause = self._first_failure() or "A rank ended without a word."
         print(f"{cause}\nRestart number {attempt}.", file=sys.stderr, flush=True)
 
     def _kill_living(self) -> None:
@@ -179,7 +183,10 @@ class RankWatch(threading.Thread):
         """The rank that ended first if it left no word, else the one whose exception came first."""
         ended = [rank for rank in self._ranks.values() if rank.ended]
         first = min((rank.order for rank in ended), default=-1)
-        silent = [rank for rank in ended if rank.order == first and rank.died_silently]
+        together = [rank for rank in ended if rank.order == first]
+        # SIGTERM is how the agent ends the others, so it is a cause only of an end that came alone.
+        causes = [rank for rank in together if rank.exit_code != -signal.SIGTERM or len(together) == 1]
+        silent = [rank for rank in causes if rank.died_silently]
         if silent:
             return _silent_failure(silent[0])
         records = [record for rank in self._ranks.values() if (record := rank.record()) is not None]

@@ -24,6 +24,7 @@ class Options:
     heads_by: str = "attribute"  # how the attention unfolds heads
     plan_head_norms: bool = True
     norms: str = "plain"  # "sequence": the plan asks for sequence parallelism
+    auxiliary: bool = False  # attention's input has a second use, computed whole on every rank
 
 
 class Attention(nn.Module):
@@ -37,11 +38,15 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(HIDDEN, options.kv_heads * size, bias=False)
         self.v_proj = nn.Linear(HIDDEN, options.kv_heads * size)
         self.o_proj = nn.Linear(HIDDEN, HIDDEN)
+        self.router = nn.Linear(HIDDEN, 3) if options.auxiliary else None
+        self.auxiliary_loss: Tensor | float = 0.0
         self.q_norm = nn.RMSNorm(size) if options.head_norms else nn.Identity()
         self.k_norm = nn.RMSNorm(size) if options.head_norms else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
+        if self.router is not None:
+            self.auxiliary_loss = self.router(x).square().mean()
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.heads_by == "global count":
             q = q.view(batch, length, HEADS, -1)
@@ -119,7 +124,8 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits = self.head(self.hidden(tokens[:, :-1]))
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return loss + sum(block.attention.auxiliary_loss for block in self.blocks)
 
 
 class Wrapper(nn.Module):

@@ -104,9 +104,6 @@ class RotaryTable(nn.Module):
     it again after the model was built on the meta device.
     """
 
-    cos_TH: Tensor
-    sin_TH: Tensor
-
     def __init__(self, length: int, head_size: int) -> None:
         super().__init__()
         self.register_buffer("cos_TH", torch.empty(length, head_size // 2), persistent=False)

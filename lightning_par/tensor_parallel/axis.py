@@ -58,11 +58,11 @@ def _all_reduce(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
 
 
 def _gather(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
-    # The collective stacks along dim 0, so the gathered dim travels there and back.
-    front = tensor.movedim(dim, 0).contiguous()
-    whole = front.new_empty(axis.size * front.shape[0], *front.shape[1:])
-    dist.all_gather_into_tensor(whole, front, group=axis.group)
-    return whole.movedim(0, dim).contiguous()
+    # The collective stacks along dim 0.
+    part = tensor.contiguous()
+    stacked = part.new_empty(axis.size * part.shape[0], *part.shape[1:])
+    dist.all_gather_into_tensor(stacked, part, group=axis.group)
+    return torch.cat(stacked.chunk(axis.size), dim)
 
 
 def _split(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
@@ -70,10 +70,10 @@ def _split(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
 
 
 def _reduce_scatter(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
-    front = tensor.movedim(dim, 0).contiguous()
-    part = front.new_empty(front.shape[0] // axis.size, *front.shape[1:])
-    dist.reduce_scatter_tensor(part, front, group=axis.group)
-    return part.movedim(0, dim).contiguous()
+    stacked = torch.cat(tensor.chunk(axis.size, dim))
+    part = stacked.new_empty(stacked.shape[0] // axis.size, *stacked.shape[1:])
+    dist.reduce_scatter_tensor(part, stacked, group=axis.group)
+    return part
 
 
 class _Pair(torch.autograd.Function):

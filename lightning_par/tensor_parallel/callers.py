@@ -79,6 +79,9 @@ class CallerForward:
     holds_heads: bool = False
     guard: HeadGuard | None = None
 
+    def __post_init__(self) -> None:
+        self.__wrapped__ = self.forward  # where `inspect.signature` finds the arguments
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward.
 

@@ -23,6 +23,8 @@ from lightning_par.tensor_parallel.styles import STYLES
 
 __all__ = ["check_plan"]
 
+_SUMMED = "replicated_with_grad_allreduce"
+
 
 def check_plan(module: nn.Module, plan: Mapping[str, str], tensor_parallel_size: int) -> None:
     """Check that `plan` can split `module` over `tensor_parallel_size` ranks.
@@ -178,17 +180,23 @@ def _check_head_norms(
     counts: Mapping[str, int],
     layers: Mapping[str, nn.Linear],
 ) -> list[str]:
-    """Norms as wide as a head beside split projections: their gradients are partial."""
-    sizes = {layer.out_features // count for layer in layers.values() for count in counts.values()}
-    sizes -= {layer.in_features for layer in layers.values()}
+    """Norms beside split projections: one of heads has partial gradients, one of the stream whole ones."""
+    stream = {layer.in_features for layer in layers.values()}
+    heads = {layer.out_features // count for layer in layers.values() for count in counts.values()}
     problems = []
     for child_name, child in owner.named_children():
         name = f"{owner_name}.{child_name}" if owner_name else child_name
-        shapes = [tuple(parameter.shape) for parameter in child.parameters(recurse=False)]
-        if name not in plan and shapes and all(len(s) == 1 and s[0] in sizes for s in shapes):
+        # 0 for what is no vector and so no norm's parameter.
+        widths = {p.shape[0] if p.dim() == 1 else 0 for p in child.parameters(recurse=False)}
+        summed = plan.get(name) == _SUMMED
+        if widths and widths <= heads - stream and name not in plan:
             problems.append(
                 f"{name} ({type(child).__name__}) has parameters of the size of a head and so works on "
-                "this rank's heads only: give it style 'replicated_with_grad_allreduce', so that its "
-                "gradients are summed"
+                f"this rank's heads only: give it style {_SUMMED!r}, so that its gradients are summed"
+            )
+        elif widths and widths <= stream - heads and summed:
+            problems.append(
+                f"{name} ({type(child).__name__}) is as wide as the input of the split layers beside it and so "
+                f"has its whole gradient on every rank, which {_SUMMED!r} would multiply: leave it out of the plan"
             )
     return problems

@@ -59,7 +59,8 @@ def _is_fused_qkv(name: str, layer: nn.Linear, owner: nn.Module) -> bool:
 
 def _is_fused_gate(name: str, layer: nn.Linear, inputs: set[int], in_attention: bool) -> bool:
     """Twice as wide as what the layer after it takes, and nothing takes the whole width."""
-    halves = layer.out_features == 2 * min(inputs, default=0) and layer.out_features not in inputs
+    twice = any(layer.out_features == 2 * size for size in inputs)
+    halves = twice and layer.out_features not in inputs
     return halves and (bool(_GATE_UP_NAME.search(name.rpartition(".")[2])) or not in_attention)
 
 

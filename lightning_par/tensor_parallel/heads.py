@@ -9,7 +9,7 @@ from torch import nn
 from lightning_par.tensor_parallel.axis import TensorAxis
 from lightning_par.tensor_parallel.callers import caller_forward
 from lightning_par.tensor_parallel.head_guard import HeadGuard
-from lightning_par.tensor_parallel.owners import QUERY_HEADS, colwise_by_owner, head_counts
+from lightning_par.tensor_parallel.owners import QUERY_HEADS, colwise_by_owner, head_counts, is_attention
 
 __all__ = ["keep_local_heads"]
 
@@ -22,14 +22,14 @@ def keep_local_heads(modules: Mapping[str, nn.Module], plan: Mapping[str, str], 
     So `q.view(batch, length, self.num_heads, self.head_size)` fits the heads of this rank. Only
     attributes of the module itself change: a configuration object may be shared by the whole model.
     Attributes that cannot be set (a property) stay. The module's first forward is watched for
-    counts that do not fit.
+    counts that do not fit, among them those that it takes from a configuration.
     """
     for owner_name, layers in colwise_by_owner(modules, plan).items():
         owner = modules[owner_name]
-        counts = head_counts(owner)
+        counts = head_counts(owner, with_config=is_attention(owner))
         if not counts or _DIVIDED in owner.__dict__:
             continue
-        for name, count in counts.items():
+        for name, count in head_counts(owner).items():
             if not isinstance(getattr(type(owner), name, None), property):
                 setattr(owner, name, count // axis.size)
         owner.__dict__[_DIVIDED] = axis.size

@@ -97,7 +97,8 @@ def head_counts(module: nn.Module, with_config: bool = False) -> dict[str, int]:
 
 def is_attention(module: nn.Module) -> bool:
     """Whether `module` looks like an attention module: by its class's name or its head counts."""
-    return "attention" in type(module).__name__.lower() or bool(head_counts(module))
+    name = type(module).__name__.lower()
+    return "attention" in name or "attn" in name or bool(head_counts(module))
 
 
 def nearest_degrees(sizes: list[int], degree: int) -> str:

@@ -83,9 +83,17 @@ def _check_blocks(modules: Mapping[str, nn.Module], plan: Mapping[str, str], blo
         ]
     problems = []
     for name, module in modules.items():
-        if not _inside(name, blocks) or not module._parameters or name in plan:
+        if not _inside(name, blocks) or not module._parameters:
             continue
-        if not any(parent in callers for parent in (name, *parent_names(name))):
+        style = plan.get(name, "replicate")
+        in_caller = any(parent in callers for parent in (name, *parent_names(name)))
+        if in_caller and style == _STYLE:
+            problems.append(
+                f"{name} is inside a module that calls colwise layers, where sequences are whole: give a norm "
+                f"of heads style 'replicated_with_grad_allreduce'; a norm of the hidden states has to be called "
+                f"by the block for {_STYLE}"
+            )
+        elif not in_caller and style == "replicate":
             problems.append(
                 f"{name} ({type(module).__name__}) has parameters and would see a part of the sequence "
                 f"only, so its gradient would lack the rest: give it style {_STYLE} too, or take "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from typing import Any
 
 __all__ = ["child_command", "current_job"]
 
@@ -18,8 +19,7 @@ def current_job() -> tuple[str, ...]:
         return ()
     from hydra.core.hydra_config import HydraConfig
 
-    config = HydraConfig.get()
-    return str(config.job.get("num")), str(config.runtime.output_dir)
+    return str(_of_job("num")), str(HydraConfig.get().runtime.output_dir)
 
 
 def child_command() -> tuple[list[str], str | None]:
@@ -42,6 +42,14 @@ def _hydra_runs() -> bool:
     return HydraConfig.initialized()
 
 
+def _of_job(key: str) -> Any:
+    """An entry of Hydra's job node, ``None`` if it is missing, as a sweep's number is in a single run."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    return OmegaConf.select(HydraConfig.instance().cfg, f"hydra.job.{key}")
+
+
 def _script(directory: str) -> list[str]:
     """The interpreter and the script or module it runs; a relative script is one of the given directory."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
@@ -57,7 +65,7 @@ def _hydra_command() -> tuple[list[str], str]:
     config = HydraConfig.get()
     given = get_args_parser().parse_args(sys.argv[1:])
     flags = {"--config-path": given.config_path, "--config-name": given.config_name, "--config-dir": given.config_dir}
-    number, identity = config.job.get("num"), config.job.get("id")
+    number, identity = _of_job("num"), _of_job("id")
     own = {
         "hydra.mode": "RUN",
         "hydra.run.dir": _quoted(config.runtime.output_dir),

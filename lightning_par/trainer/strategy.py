@@ -26,7 +26,9 @@ from lightning_par.process_group import rank_label
 from lightning_par.random_state import share_random_state
 from lightning_par.trainer.checkpoint_hooks import CheckpointHooks
 from lightning_par.trainer.data import check_equal_lengths, extra_steps, lockstep, seed_workers
+from lightning_par.trainer.logged_keys import SameLoggedKeys
 from lightning_par.trainer.mesh_strategy import DEFAULT_TIMEOUT
+from lightning_par.trainer.metrics import sync_metrics_over
 from lightning_par.trainer.optimizers import step_one_by_one_if_mixed
 from lightning_par.trainer.precision import connect_precision, parameter_dtype
 
@@ -158,6 +160,7 @@ class HybridStrategy(CheckpointHooks):
         self.accelerator.setup(trainer)
         connect_precision(self.precision_plugin, self.root_device, self._remember_norm)
         self._lay_out()
+        sync_metrics_over(self.lightning_module, self.mesh.get_group("dp"))
         share_random_state(self.mesh.get_group("tp"), self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -165,6 +168,8 @@ class HybridStrategy(CheckpointHooks):
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
         _use_no_grad(trainer)
+        if not any(isinstance(callback, SameLoggedKeys) for callback in trainer.callbacks):
+            trainer.callbacks.append(SameLoggedKeys())
 
     def _lay_out(self) -> None:
         """Parallelise the module, or keep what an earlier fit, validate, test or predict has made of it."""

@@ -206,6 +206,13 @@ def test_norm_of_local_heads() -> None:
     assert "'replicated_with_grad_allreduce'" in found[0]
 
 
+def test_norm_of_the_stream_whose_gradient_would_be_multiplied() -> None:
+    model = layers(norm=nn.LayerNorm(8), up=linear(8, 16), down=linear(16, 8))
+    plan = {"norm": "replicated_with_grad_allreduce", "up": "colwise", "down": "rowwise"}
+    (found,) = problems(model, 2, plan)
+    assert "norm (LayerNorm) is as wide as the input of the split layers beside it" in found
+
+
 class InlineBlock(nn.Module):
     """Norm and projections in one forward."""
 
@@ -222,6 +229,13 @@ def test_sequence_parallel() -> None:
     plan = {name: style for name, style in gpt.tp_plan.items() if "norm" not in name}
     (found,) = problems(gpt, 2, {**plan, "blocks.*.norm1": "sequence_parallel"})
     assert "blocks.0.norm2 (LayerNorm) has parameters and would see a part of the sequence only" in found
+
+    heads = GPT(Options(norms="sequence", head_norms=True))
+    found, _ = problems(heads, 2, {**heads.tp_plan, "blocks.*.attention.[qk]_norm": "sequence_parallel"})
+    assert "blocks.0.attention.q_norm is inside a module that calls colwise layers" in found
+
+    (found,) = problems(gpt, 2, {**gpt.tp_plan, "blocks.1.norm2": "replicate"})
+    assert found.startswith("blocks.1.norm2 (LayerNorm) has parameters")
 
     gpt.blocks[0].scale = nn.Parameter(torch.ones(1))
     (found,) = problems(gpt, 2)
