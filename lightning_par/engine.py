@@ -114,7 +114,7 @@ class ParallelEngine:
         self.step_module = StepModule(module)
         self.root: nn.Module = self.step_module
         self._ties = find_ties(module)
-        units = find_units(module)
+        units = find_units(module, split_children=steps_inside)
         for unit in units:
             self._prepare(unit)
         self._wrap_root(units[-1], find_unused_parameters)
@@ -161,6 +161,10 @@ class ParallelEngine:
             self._checks_gradients = False
             check_replicated_gradients(self.module, self.mesh["tp"])
         self._gather_root_again()
+
+    def release(self) -> None:
+        """Free gathered copies of parameters, so that the module shows its shards."""
+        release_gathered(self.root)
 
     def after_optimizer_step(self) -> None:
         """Tell the engine that an optimizer changed parameters."""

@@ -25,7 +25,7 @@ class Unit:
     members: tuple[tuple[str, nn.Module], ...]
 
 
-def find_units(root: nn.Module) -> list[Unit]:
+def find_units(root: nn.Module, split_children: bool = False) -> list[Unit]:
     """Cut ``root`` into units: each block, then the root with all that is left.
 
     Blocks are the children of every outermost ``nn.ModuleList`` or ``nn.Sequential`` of two or more children of one
@@ -34,19 +34,35 @@ def find_units(root: nn.Module) -> list[Unit]:
     the root too: models use their weights outside the module that holds them (a tied head, a fused loss), and the
     root's are there during a whole step.
 
+    Args:
+        root: The user's module.
+        split_children: Whether each child of the root is a unit too, gathered anew in each of its forwards. Needed
+            where a step itself freezes and updates children in turn.
+
     Returns:
         Units, inner before outer, in the order of registration; the root is the last.
     """
-    shared = _shared_outside(root)
-    blocks = [(name, module) for name, module in _blocks(root) if not shared & {id(p) for p in module.parameters()}]
-    units = [Unit(name, module, tuple(_named_members(name, module))) for name, module in blocks]
-    inside = {member for unit in units for _, member in unit.members}
-    rest = tuple((name, module) for name, module in root.named_modules() if module not in inside)
-    return [*units, Unit("", root, rest)]
+    candidates = _blocks(root)
+    if split_children:
+        candidates += [(name, child) for name, child in root.named_children() if _can_be_called(child)]
+    places = _num_places(root)
+    units: list[Unit] = []
+    inside: set[nn.Module] = set()
+    for name, module in candidates:
+        if module not in inside and not _shares(module, places):
+            units.append(_unit(name, module, inside))
+    return [*units, _unit("", root, inside)]
 
 
-def _named_members(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return list(module.named_modules(prefix=name))
+def _unit(name: str, module: nn.Module, inside: set[nn.Module]) -> Unit:
+    """The unit of ``module``, of all below it that is not ``inside`` a unit yet; which it then is."""
+    members = tuple((path, member) for path, member in module.named_modules(prefix=name) if member not in inside)
+    inside.update(member for _, member in members)
+    return Unit(name, module, members)
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and _holds_parameters(module)
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
@@ -70,11 +86,17 @@ def _holds_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _shared_outside(root: nn.Module) -> set[int]:
-    """Identities of parameters registered under more than one module."""
-    owners: dict[int, set[int]] = {}
+def _shares(module: nn.Module, places: dict[nn.Parameter, int]) -> bool:
+    """Whether a parameter of ``module`` is registered outside of it too."""
+    inner = _num_places(module)
+    return any(places[parameter] > number for parameter, number in inner.items())
+
+
+def _num_places(root: nn.Module) -> dict[nn.Parameter, int]:
+    """In how many places each parameter is registered."""
+    places: dict[nn.Parameter, int] = {}
     for module in root.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
-                owners.setdefault(id(parameter), set()).add(id(module))
-    return {parameter for parameter, modules in owners.items() if len(modules) > 1}
+                places[parameter] = places.get(parameter, 0) + 1
+    return places

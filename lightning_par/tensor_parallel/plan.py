@@ -22,6 +22,8 @@ from lightning_par.tensor_parallel.suggestion import explain_missing_plan
 
 __all__ = ["resolve_plan"]
 
+_COMPILED = "_orig_mod."
+
 
 @dataclass(frozen=True)
 class _CarriedPlan:
@@ -89,7 +91,9 @@ def _expand(root: nn.Module, found: _CarriedPlan) -> dict[str, str]:
     carrier = root.get_submodule(found.prefix)
     canonical = {id(module): name for name, module in carrier.named_modules()}
     # Every alias can be named in a plan; styles are kept under the first name.
-    names = {name: canonical[id(m)] for name, m in carrier.named_modules(remove_duplicate=False)}
+    # So can what torch.compile wraps, by the name it had before.
+    every = carrier.named_modules(remove_duplicate=False)
+    names = {name.replace(_COMPILED, ""): canonical[id(m)] for name, m in every}
     expanded: dict[str, str] = {}
     asked_by: dict[str, str] = {}
     # Exact names first, so that they win over patterns.

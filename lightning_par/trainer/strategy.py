@@ -209,6 +209,24 @@ class HybridStrategy(CheckpointHooks):
         with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
+    # Between steps the module shows its sharded parameters, not copies gathered for the last forward.
+
+    @override
+    def on_train_end(self) -> None:
+        self.engine.release()
+
+    @override
+    def on_validation_end(self) -> None:
+        self.engine.release()
+
+    @override
+    def on_test_end(self) -> None:
+        self.engine.release()
+
+    @override
+    def on_predict_end(self) -> None:
+        self.engine.release()
+
     # Steps
 
     @override

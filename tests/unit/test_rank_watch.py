@@ -109,7 +109,7 @@ def test_killed_rank_whose_state_the_agent_collected_unseen(tmp_path: Path, star
     ranks = [start(rank, "import os; os.kill(os.getpid(), 9)") for rank in (0, 1)]
     leave_record(tmp_path, 0, "RuntimeError: connection closed by peer", 10.0)
     for rank in ranks:
-        rank.communicate()
+        rank.wait()
     watch.start()
     assert watch.first_failure(agent_error(rank=1, exit_code=-9)).signal_name == "SIGKILL"
 

@@ -39,6 +39,15 @@ def test_blocks_that_share_stay_with_the_root() -> None:
     assert [unit.name for unit in find_units(root)][:2] == ["encoder.0", "decoder.blocks.0"]
 
 
+def test_children_become_units_where_steps_update_them_in_turn() -> None:
+    root = TwoStacks()
+    names = [unit.name for unit in find_units(root, split_children=True)]
+    assert names[5:] == ["encoder", "mlp", ""], "a ModuleDict is not called, so its blocks alone are units"
+    root.mlp[0].weight = root.encoder[0].linear1.weight
+    names = [unit.name for unit in find_units(root, split_children=True)]
+    assert names == ["encoder.1", "decoder.blocks.0", "decoder.blocks.1", "decoder.blocks.2", ""]
+
+
 def test_tied_embedding_stays_with_the_root() -> None:
     units = find_units(GPT(num_blocks=2, tied=True))
     assert [unit.name for unit in units] == ["blocks.0", "blocks.1", ""]
