@@ -11,8 +11,8 @@ The engine knows torch and nothing of Lightning: trainers drive it through :meth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +25,7 @@ from lightning_par.data_parallel import (
     ZERO_POLICIES,
     Unit,
     UnitPrecision,
+    UsedParameters,
     apply_data_axis,
     defer_gradient_sync,
     find_units,
@@ -76,7 +77,7 @@ class ParallelEngine:
         zero_stage: 0, 1, 2 or 3.
         tensor_parallel_plan: Dotted pattern -> style name; ``None`` takes the module's own plan.
         parameter_dtype: Type that sharded parameters are gathered and used in, ``None`` for their own.
-        find_unused_parameters: Whether plain data parallelism looks for parameters a step did not use.
+        find_unused_parameters: Whether to cope with parameters that a step does not use, on some ranks or on all.
         steps_inside: Whether the user's step runs backward and steps optimizers itself.
 
     Raises:
@@ -106,6 +107,7 @@ class ParallelEngine:
         self._parameter_dtype = parameter_dtype if self._policy.shards else None
         self._steps_inside = steps_inside
         self._running = False
+        self._is_last_micro_batch = True
         self.plan = resolve_plan(module, tensor_parallel_plan) if layout.tp > 1 else {}
         check_plan(module, self.plan, layout.tp)
         self._checks_gradients = layout.tp > 1
@@ -118,6 +120,7 @@ class ParallelEngine:
         for unit in units:
             self._prepare(unit)
         self._wrap_root(units[-1], find_unused_parameters)
+        self._used = self._watch_use(units) if find_unused_parameters else None
         self._laid_out = _modules_with_parameters(module)
         self._footprint.complete()
         _ENGINES[module] = self
@@ -146,9 +149,15 @@ class ParallelEngine:
         """Whether a forward is a collective of the data axis."""
         return self._policy.shards and self.layout.data_parallel_size > 1
 
-    def accumulating(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
         """Context of a micro-batch that is not the last of its accumulation window."""
-        return defer_gradient_sync(self.root, self._policy)
+        self._is_last_micro_batch = False
+        try:
+            with defer_gradient_sync(self.root, self._policy):
+                yield
+        finally:
+            self._is_last_micro_batch = True
 
     def after_backward(self) -> None:
         """Tell the engine that a backward ended.
@@ -160,6 +169,8 @@ class ParallelEngine:
         if self._checks_gradients and any(parameter.grad is not None for parameter in self.module.parameters()):
             self._checks_gradients = False
             check_replicated_gradients(self.module, self.mesh["tp"])
+        if self._used is not None and self._is_last_micro_batch:
+            self._used.settle()
         self._gather_root_again()
 
     def release(self) -> None:
@@ -203,6 +214,13 @@ class ParallelEngine:
         make_root(self.step_module)
         for _, member in unit.members:
             member.register_forward_pre_hook(self._before_member)
+
+    def _watch_use(self, units: list[Unit]) -> UsedParameters | None:
+        if not self._composes_units or self._steps_inside or not UsedParameters.is_supported():
+            return None
+        modules = [self.step_module if unit.module is self.module else unit.module for unit in units]
+        members = [unit.members for unit in units]
+        return UsedParameters(self.module, zip(modules, members, strict=True), self.mesh.get_group("dp"), self.device)
 
     def _before_member(self, *_: Any) -> None:
         """Gather what the root holds for a call from outside a step, such as a callback's."""

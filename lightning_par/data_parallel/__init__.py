@@ -28,11 +28,13 @@ from lightning_par.data_parallel.apply import (
 )
 from lightning_par.data_parallel.policy import ZERO_POLICIES, ZeroPolicy
 from lightning_par.data_parallel.units import Unit, find_units
+from lightning_par.data_parallel.unused import UsedParameters
 
 __all__ = [
     "ZERO_POLICIES",
     "Unit",
     "UnitPrecision",
+    "UsedParameters",
     "ZeroPolicy",
     "apply_data_axis",
     "defer_gradient_sync",

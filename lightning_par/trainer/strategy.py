@@ -52,7 +52,8 @@ class HybridStrategy(CheckpointHooks):
         zero_shard_size: Ranks that share one copy of the model state, ``None`` for the whole data axis.
         tensor_parallel_plan: Dotted pattern of module names -> style in Hugging Face's words; ``None`` takes the plan
             of the module or its model.
-        find_unused_parameters: Whether plain data parallelism copes with parameters a step did not use.
+        find_unused_parameters: Whether to cope with parameters that a step does not use, on some ranks or on all; costs
+            a small reduction a step.
         process_group_backend: ``"gloo"``, ``"nccl"`` ...; ``None`` chooses by device.
         timeout: How long a collective waits for a missing rank.
         accelerator: Set by the Trainer.
