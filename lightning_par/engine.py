@@ -246,7 +246,6 @@ class ParallelEngine:
                 _broadcast(list(tensors.values()), group)
 
 
-
 def engine_of(module: nn.Module) -> ParallelEngine | None:
     """The engine that has laid out ``module``, if one has."""
     return _ENGINES.get(module)

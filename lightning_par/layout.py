@@ -181,7 +181,9 @@ def _infer(world_size: int, degrees: dict[str, Degree]) -> list[int]:
     known = math.prod(degree for degree in degrees.values() if isinstance(degree, int))
     if AUTO in degrees.values():
         if world_size % known:
-            raise ValueError(f"{_product(degrees)} does not fit {world_size} ranks: {known} does not divide {world_size}.")
+            raise ValueError(
+                f"{_product(degrees)} does not fit {world_size} ranks: {known} does not divide {world_size}."
+            )
         return [degree if isinstance(degree, int) else world_size // known for degree in degrees.values()]
     if known != world_size:
         raise ValueError(

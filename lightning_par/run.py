@@ -16,8 +16,8 @@ from typing import Any
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 
-from lightning_par.picture import draw_run
 from lightning_par.launch import restart_count, trainer_resources
+from lightning_par.picture import draw_run
 from lightning_par.trainer.callbacks import Banner, ClosingSummary, ParallelProgressBar
 from lightning_par.trainer.monitor import RunMonitor
 
@@ -71,7 +71,8 @@ def _build_trainer(config: Mapping[str, Any], monitor: RunMonitor) -> Trainer:
 
 
 def _instantiate_all(nodes: Mapping[str, Any] | None) -> list[Any]:
-    return [instantiate(node) for node in (nodes or {}).values() if node is not None]
+    objects = [instantiate(node) for node in (nodes or {}).values() if node is not None]
+    return [made for made in objects if made is not None]  # a logger whose package is missing
 
 
 def _checkpoint_to_resume(config: Mapping[str, Any]) -> str | None:

@@ -87,6 +87,4 @@ def _shard(name: str, value: Any, reference: Any) -> Any:
     shape, offset = compute_local_shape_and_global_offset(value.shape, mesh, placements)
     window = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
     part = value[window].to(device=reference.device, copy=True).contiguous()
-    return DTensor.from_local(
-        part, mesh, placements, run_check=False, shape=reference.shape, stride=reference.stride()
-    )
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=reference.shape, stride=reference.stride())

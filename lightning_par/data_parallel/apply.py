@@ -16,7 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_par.data_parallel.policy import ZeroPolicy
 
-__all__ = ["UnitPrecision", "apply_data_axis", "defer_gradient_sync", "gather", "make_root", "release_gathered", "wrap_whole"]
+__all__ = [
+    "UnitPrecision",
+    "apply_data_axis",
+    "defer_gradient_sync",
+    "gather",
+    "make_root",
+    "release_gathered",
+    "wrap_whole",
+]
 
 
 # The argument's name differs between torch releases.

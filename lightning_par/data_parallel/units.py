@@ -69,9 +69,7 @@ def _blocks(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     """The blocks below ``module``, outermost lists first, in the order of registration."""
     if _is_list_of_like_blocks(module):
         return [(f"{prefix}{name}", child) for name, child in module.named_children()]
-    return [
-        block for name, child in module.named_children() for block in _blocks(child, f"{prefix}{name}.")
-    ]
+    return [block for name, child in module.named_children() for block in _blocks(child, f"{prefix}{name}.")]
 
 
 def _is_list_of_like_blocks(module: nn.Module) -> bool:

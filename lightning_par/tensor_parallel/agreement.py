@@ -47,8 +47,8 @@ def check_replicated_gradients(module: nn.Module, mesh: DeviceMesh, tolerance: f
         raise ValueError(
             f"the ranks of the tensor axis got different gradients of {', '.join(names)}, which each of "
             "them holds whole: the modules work on a part of the heads or features. Give them style "
-            "'replicated_with_grad_allreduce' in the tensor-parallel plan; if they come before the split layers, look for "
-            "a module beside those that mixes whole and split features, and leave that block's layers out of it"
+            "'replicated_with_grad_allreduce' in the tensor-parallel plan; if they come before the split layers, look "
+            "for a module beside those that mixes whole and split features, and leave that block's layers out"
         )
 
 

@@ -25,14 +25,26 @@ class SameLoggedKeys(Callback):
         _check(trainer)
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Compare the validation keys after the last batch of each loader: Lightning reduces before the epoch's hooks."""
         if _is_last_batch(trainer, batch_idx, dataloader_idx):
             _check(trainer)
 
     def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Compare the test keys after the last batch of each loader."""
         if _is_last_batch(trainer, batch_idx, dataloader_idx):

@@ -177,8 +177,8 @@ class MeshStrategy(ParallelStrategy):
     def _connect_processes(self) -> None:
         assert self.cluster_environment is not None
         device = self.root_device
-        self._process_group_backend = (
-            self._process_group_backend or _get_default_process_group_backend_for_device(device)
+        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
+            device
         )
         made_new = ensure_process_group(
             self.cluster_environment,

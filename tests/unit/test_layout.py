@@ -30,7 +30,11 @@ def test_coordinates_number_every_rank_once(pp: int, replicate: int, shard: int,
         (8, {"zero_stage": 2, "zero_shard_size": 4}, (1, 2, 4, 1)),
         (8, {"tensor_parallel_size": 2, "zero_stage": 1}, (1, 1, 4, 2)),
         (8, {"tensor_parallel_size": "auto", "data_parallel_size": 2}, (1, 2, 1, 4)),
-        (16, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "zero_stage": 3, "zero_shard_size": 2}, (2, 2, 2, 2)),
+        (
+            16,
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "zero_stage": 3, "zero_shard_size": 2},
+            (2, 2, 2, 2),
+        ),
         (1, {"zero_stage": 3}, (1, 1, 1, 1)),
     ],
 )
