@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -85,7 +86,7 @@ def wrap_whole(module: nn.Module, mesh: DeviceMesh, find_unused_parameters: bool
         find_unused_parameters=find_unused_parameters,
         init_sync=False,
         gradient_as_bucket_view=True,
-        **{_SYNC_BUFFERS: batch_norm},
+        **cast("dict[str, Any]", {_SYNC_BUFFERS: batch_norm}),
     )
 
 
@@ -118,7 +119,7 @@ def gather(module: nn.Module) -> None:
 
 
 def release_gathered(root: nn.Module) -> None:
-    """Free gathered copies of all units, so that none can be older than the parameters an optimizer has just written."""
+    """Free gathered copies of all units, so that none is older than the parameters an optimizer has just written."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -34,7 +34,7 @@ def format_bytes(number: float) -> str:
 
 
 def rank_grid(strategy: HybridStrategy) -> Table:
-    """The layout as a grid: a row for each model replica and shard, a column for each tensor part, ranks in the cells."""
+    """The layout as a grid: a row for each replica and shard, a column for each tensor part, ranks in the cells."""
     layout = strategy.layout
     grid = Table.grid(padding=(0, 2))
     for replica in range(layout.dp_replicate):

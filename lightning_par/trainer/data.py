@@ -52,8 +52,8 @@ class LockstepLoader:
             if ended:
                 if len(ended) < self._group.size():
                     rank_zero_warn(
-                        f"The data of data-parallel rank(s) {ended} ended after {num_batches} batches, that of the others "
-                        "did not. All ranks stop here, so that none waits for another. Give every rank the same number "
+                        f"The data of data-parallel rank(s) {ended} ended after {num_batches} batches, that of the "
+                        "others did not. All ranks stop here, so that none waits for another. Give every rank the same number "
                         "of batches to use them all."
                     )
                 return
@@ -84,8 +84,8 @@ def check_equal_lengths(loader: Any, group: dist.ProcessGroup) -> None:
     dist.all_gather_object(lengths, sized_len(loader), group=group)
     if len(set(lengths)) > 1:
         raise MisconfigurationException(
-            f"The data-parallel ranks have different numbers of batches, {lengths}, so that some would wait for ever for "
-            "the others. Let the Trainer split the data (use_distributed_sampler=True, the default), or make your own "
+            f"The data-parallel ranks have different numbers of batches, {lengths}, so that some would wait for ever "
+            "for the others. Let the Trainer split the data (use_distributed_sampler=True, the default), or make your own "
             "sampler give each rank the same number."
         )
 

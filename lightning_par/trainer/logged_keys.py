@@ -33,7 +33,7 @@ class SameLoggedKeys(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Compare the validation keys after the last batch of each loader: Lightning reduces before the epoch's hooks."""
+        """Compare the validation keys after each loader's last batch: Lightning reduces before the epoch's hooks."""
         if _is_last_batch(trainer, batch_idx, dataloader_idx):
             _check(trainer)
 
@@ -71,10 +71,10 @@ def _check(trainer: Trainer) -> None:
             for key in differing
         )
         raise MisconfigurationException(
-            f"Not all ranks logged the same keys: {places} only. Log every key on every rank (a constant where there is "
-            "nothing to say), or with rank_zero_only=True on the first alone."
+            f"Not all ranks logged the same keys: {places} only. Log every key on every rank (a constant where there "
+            "is nothing to say), or with rank_zero_only=True on the first alone."
         )
     raise MisconfigurationException(
-        f"The ranks logged the same keys in different orders: {by_rank}. Log them in one order, since each is reduced in "
-        "turn."
+        f"The ranks logged the same keys in different orders: {by_rank}. Log them in one order, since each is "
+        "reduced in turn."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from typing import Any
+from typing import Any, cast
 
 __all__ = ["child_command", "current_job"]
 
@@ -47,7 +47,7 @@ def _of_job(key: str) -> Any:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
-    return OmegaConf.select(HydraConfig.instance().cfg, f"hydra.job.{key}")
+    return OmegaConf.select(cast("Any", HydraConfig.instance().cfg), f"hydra.job.{key}")
 
 
 def _script(directory: str) -> list[str]:

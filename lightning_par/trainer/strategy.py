@@ -35,7 +35,7 @@ from lightning_par.trainer.precision import connect_precision, parameter_dtype
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import Callback, Trainer
 
 __all__ = ["HybridStrategy"]
 
@@ -133,7 +133,7 @@ class HybridStrategy(CheckpointHooks):
         return measure_state_bytes(self.engine.parameters(), self.optimizers)
 
     def expected_model_state_bytes(self) -> int:
-        """Bytes per rank that the formula gives for Adam (see :func:`~lightning_par.model_state.expected_state_bytes`)."""
+        """Bytes per rank that the formula gives for Adam (:func:`~lightning_par.model_state.expected_state_bytes`)."""
         return expected_state_bytes(self.engine.parameters())
 
     def count_communication(self) -> CommunicationCounter:
@@ -169,8 +169,9 @@ class HybridStrategy(CheckpointHooks):
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
         _use_no_grad(trainer)
-        if not any(isinstance(callback, SameLoggedKeys) for callback in trainer.callbacks):
-            trainer.callbacks.append(SameLoggedKeys())
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, SameLoggedKeys) for callback in callbacks):
+            callbacks.append(SameLoggedKeys())
 
     def _lay_out(self) -> None:
         """Parallelise the module, or keep what an earlier fit, validate, test or predict has made of it."""
