@@ -85,8 +85,8 @@ def check_equal_lengths(loader: Any, group: dist.ProcessGroup) -> None:
     if len(set(lengths)) > 1:
         raise MisconfigurationException(
             f"The data-parallel ranks have different numbers of batches, {lengths}, so that some would wait for ever "
-            "for the others. Let the Trainer split the data (use_distributed_sampler=True, the default), or make your own "
-            "sampler give each rank the same number."
+            "for the others. Let the Trainer split the data (use_distributed_sampler=True, the default), or make your "
+            "own sampler give each rank the same number."
         )
 
 
