@@ -53,8 +53,8 @@ class LockstepLoader:
                 if len(ended) < self._group.size():
                     rank_zero_warn(
                         f"The data of data-parallel rank(s) {ended} ended after {num_batches} batches, that of the "
-                        "others did not. All ranks stop here, so that none waits for another. Give every rank the same number "
-                        "of batches to use them all."
+                        "others did not. All ranks stop here, so that none waits for another. Give every rank the same "
+                        "number of batches to use them all."
                     )
                 return
             num_batches += 1
