@@ -1,0 +1,87 @@
+"""Every layout trains as one process does: the matrix of layouts and scenarios."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+
+from tests.dist.parity import (
+    SINGLE,
+    Layout,
+    Outcome,
+    Scenario,
+    differences,
+    gradient_norms,
+    layouts,
+    numbers,
+    report,
+    tensors,
+    train,
+)
+from tests.dist.ranks import Ranks
+
+CLIP = {"gradient_clip_val": 0.5}
+SCENARIOS = [
+    Scenario("plain"),
+    Scenario("tied, clipped by norm", {"tied": True}, CLIP),
+    Scenario("frozen, clipped by norm", {"frozen": True}, CLIP),
+    Scenario("unused parameters", {"unused": True}),
+    Scenario("clipped by norm", trainer=CLIP),
+    Scenario(
+        "clipped by value",
+        trainer={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+    ),
+    Scenario("accumulated", trainer=CLIP, micro_batches=4),
+    # Three batches an epoch in windows of two: the last window is not full.
+    Scenario("last window not full", trainer={"accumulate_grad_batches": 2}),
+    Scenario("last batch smaller", num_samples=44),
+    Scenario("last batch padded", num_samples=45),
+    Scenario("bf16-mixed", trainer={"precision": "bf16-mixed"}, tolerance=5e-2),
+]
+
+
+@pytest.fixture(scope="session")
+def one_process(ranks: Ranks) -> Callable[[Scenario, int], Outcome]:
+    """The reference of a scenario, trained once; the number of data ranks only orders samples."""
+
+    @cache
+    def reference(name: str, ranks_together: int) -> Outcome:
+        scenario = next(scenario for scenario in SCENARIOS if scenario.name == name)
+        (outcome,) = ranks(1, train, SINGLE, scenario, ranks_together)
+        return outcome
+
+    def cached(scenario: Scenario, data_ranks: int) -> Outcome:
+        # Without padding the order is the same for any number of ranks.
+        needs_padding = scenario.num_samples % data_ranks
+        return reference(scenario.name, data_ranks if needs_padding else 1)
+
+    return cached
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+@layouts()
+def test_parity(
+    ranks: Ranks,
+    one_process: Callable[[Scenario, int], Outcome],
+    layout: Layout,
+    scenario: Scenario,
+) -> None:
+    expected = one_process(scenario, layout.data_parallel_size)
+    outcomes = ranks(layout.world_size, train, layout, scenario)
+    whole, expected_whole = tensors(outcomes), tensors([expected])
+    found = differences(whole, expected_whole, scenario.tolerance)
+    for rank, outcome in enumerate(outcomes):
+        actual = numbers(outcome, scenario.micro_batches)
+        differing = differences(actual, numbers(expected), scenario.tolerance)
+        found |= {f"rank {rank}: {name}": difference for name, difference in differing.items()}
+    assert not found, report(found)
+    norms = pytest.approx(gradient_norms(expected_whole), rel=scenario.tolerance)
+    assert gradient_norms(whole) == norms
+    if scenario.clips_by_norm:
+        assert outcomes[-1].clip_norms == norms
+    # What is logged without sync_dist is each rank's own: their mean is the whole batch's.
+    local = torch.tensor([outcome.local_losses for outcome in outcomes])
+    torch.testing.assert_close(local.mean(0), torch.tensor(outcomes[0].losses))
