@@ -6,6 +6,7 @@ built by their ``_target_``.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import warnings
@@ -51,6 +52,7 @@ def train(config: Mapping[str, Any]) -> float | None:
     trainer = _build_trainer(config, monitor)
     trainer.fit(module, datamodule=data, ckpt_path=_checkpoint_to_resume(config))
     if trainer.is_global_zero:
+        _record_data(data, Path(config["output_dir"]))
         draw_run(Path(config["output_dir"]))
     return _objective(trainer, config["objective"])
 
@@ -68,6 +70,12 @@ def _build_trainer(config: Mapping[str, Any], monitor: RunMonitor) -> Trainer:
         default_root_dir=config["output_dir"],
         **trainer_resources(),
     )
+
+
+def _record_data(data: LightningDataModule, output_dir: Path) -> None:
+    """Write what the data was, if the data module can tell: losses on different data do not compare."""
+    if (record := getattr(data, "record", None)) is not None:
+        (output_dir / "data.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
 
 
 def _instantiate_all(nodes: Mapping[str, Any] | None) -> list[Any]:

@@ -7,9 +7,11 @@
 `STYLES` has the words of a plan. Activations between modules are plain tensors: whole, except
 between a colwise and a rowwise layer, where each rank has its own heads or inner features.
 
-Known limits: attention biases computed from a head count in the forward pass (ALiBi slopes) see
-this rank's count, not this rank's heads; random numbers are those of the global generator, so seed
-the ranks of one tensor-parallel group alike, and dropout on local heads repeats its mask on them.
+Known limits: head counts are recognised by their usual names (`owners`), so a module that keeps
+the full count under another name must unfold heads with -1; attention biases computed from a head
+count in the forward pass (ALiBi slopes) see this rank's count, not this rank's heads; random numbers
+are those of the global generator, so seed the ranks of one tensor-parallel group alike, and dropout
+on local heads repeats its mask on them.
 """
 
 from lightning_par.tensor_parallel.agreement import check_replicated_gradients

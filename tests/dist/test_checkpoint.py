@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par.checkpoint import gather_full_state
 from tests.dist.models import TinyGPT, token_data
-from tests.dist.parity import BATCH, LAYOUTS, SINGLE, Layout, Outcome, RanksTogether, Recorder, differences, report, table
+from tests.dist.parity import BATCH, LAYOUTS, SINGLE, Layout, Outcome, RanksTogether, Recorder, differences, report, tensors
 from tests.dist.ranks import Ranks
 from tests.dist.whole import whole
 
@@ -65,7 +65,7 @@ def uninterrupted(ranks: Ranks) -> dict[str, Any]:
 
 
 def _final(outcomes: list[Outcome]) -> dict[str, Any]:
-    return {name: value for name, value in table(outcomes).items() if name.startswith(("weight", "moment"))}
+    return {name: value for name, value in tensors(outcomes).items() if name.startswith(("weight", "moment"))}
 
 
 @pytest.mark.parametrize(("saved_under", "resumed_under"), PAIRS, ids=lambda name: name)
@@ -84,13 +84,13 @@ def test_resumes_under_another_layout(
 @pytest.mark.parametrize("name", ["zero3x2", "zero3x2xtp2"])
 def test_file_is_ordinary(ranks: Ranks, tmp_path: Path, name: str) -> None:
     layout, path = LAYOUTS[name], tmp_path / "model.ckpt"
-    outcome = table(ranks(layout.world_size, fit, layout, FIRST, save_to=str(path)))
+    outcome = tensors(ranks(layout.world_size, fit, layout, FIRST, save_to=str(path)))
     content = torch.load(path, weights_only=True)
     module = TinyGPT(tied=True)
     assert list(content["state_dict"]) == list(module.state_dict())
     # Read by plain Lightning, without strategy or process group.
     restored = TinyGPT.load_from_checkpoint(path)
-    weights = {name.removeprefix("weight "): value for name, value in outcome.items() if name.startswith("weight")}
+    weights = {name.removeprefix("weight of "): value for name, value in outcome.items() if name.startswith("weight")}
     for parameter_name, parameter in restored.named_parameters():
         torch.testing.assert_close(parameter.detach(), weights[parameter_name], rtol=0, atol=0)
     assert restored.net.head.weight is restored.net.tokens.weight

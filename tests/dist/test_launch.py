@@ -21,9 +21,9 @@ from lightning_par.launch import RankFailedError, launch, restart_count, trainer
 from lightning_par.process_group import ensure_process_group, set_mesh_coordinates
 from tests.dist.processes import LEAVE_SECONDS, Program, run_program
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
-PROGRAM_SECONDS = 150
+PROGRAM_SECONDS = 200
 """For a whole program on a busy machine, where importing alone may take a minute."""
 
 

@@ -19,7 +19,7 @@ from tests.dist.parity import LAYOUTS, SINGLE, Layout, differences, layouts, rep
 from tests.dist.pieces import Pieces, Weights, assemble, pieces
 from tests.dist.ranks import RankError, Ranks
 
-EVERY_KIND = ("dp2", "zero1x2", "zero2x2", "zero3x2", "tp2", "zero3_hsdp2x2", "dp2xtp2", "zero3x2xtp2")
+EVERY_KIND = ("dp2", "zero2x2", "zero3x2", "tp2", "zero3_hsdp2x2", "dp2xtp2", "zero3x2xtp2")
 
 
 def loader(layout: Layout) -> DataLoader[Any]:
@@ -128,7 +128,7 @@ def initial_weights(layout: Layout, how: str) -> Pieces:
     """The weights at the start of a fit; each rank has another seed, the one process the first rank's."""
     torch.manual_seed(int(os.environ["RANK"]))
     module = TinyGPT() if how == "init" else BuiltLate(how)
-    return fit(layout, module).before
+    return fit(layout, module, limit_train_batches=1).before
 
 
 @pytest.mark.parametrize("how", ["init", "cpu"])

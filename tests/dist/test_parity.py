@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from tests.dist.parity import (
+    LAYOUTS,
     SINGLE,
-    Layout,
     Outcome,
     Scenario,
     differences,
     gradient_norms,
-    layouts,
     numbers,
     report,
     tensors,
@@ -23,24 +22,26 @@ from tests.dist.parity import (
 )
 from tests.dist.ranks import Ranks
 
-CLIP = {"gradient_clip_val": 0.5}
-SCENARIOS = [
+CLIP = {"gradient_clip_val": 0.2}
+ON_EVERY_LAYOUT = [
     Scenario("plain"),
     Scenario("tied, clipped by norm", {"tied": True}, CLIP),
     Scenario("frozen, clipped by norm", {"frozen": True}, CLIP),
+    Scenario("accumulated, clipped by norm", trainer=CLIP, micro_batches=4),
+    Scenario("last batch smaller", num_samples=44),
+]
+ON_EVERY_KIND = [
     Scenario("unused parameters", {"unused": True}),
-    Scenario("clipped by norm", trainer=CLIP),
-    Scenario(
-        "clipped by value",
-        trainer={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
-    ),
-    Scenario("accumulated", trainer=CLIP, micro_batches=4),
+    Scenario("clipped by value", trainer={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
     # Three batches an epoch in windows of two: the last window is not full.
     Scenario("last window not full", trainer={"accumulate_grad_batches": 2}),
-    Scenario("last batch smaller", num_samples=44),
     Scenario("last batch padded", num_samples=45),
     Scenario("bf16-mixed", trainer={"precision": "bf16-mixed"}, tolerance=5e-2),
 ]
+KINDS = ("dp2", "zero1x2", "zero2x2", "zero3x2", "tp2", "zero3_hsdp2x2", "dp2xtp2", "zero3x2xtp2")
+SCENARIOS = {scenario.name: scenario for scenario in ON_EVERY_LAYOUT + ON_EVERY_KIND}
+CASES = [(name, scenario) for name in LAYOUTS for scenario in ON_EVERY_LAYOUT]
+CASES += [(name, scenario) for name in KINDS for scenario in ON_EVERY_KIND]
 
 
 @pytest.fixture(scope="session")
@@ -49,8 +50,7 @@ def one_process(ranks: Ranks) -> Callable[[Scenario, int], Outcome]:
 
     @cache
     def reference(name: str, ranks_together: int) -> Outcome:
-        scenario = next(scenario for scenario in SCENARIOS if scenario.name == name)
-        (outcome,) = ranks(1, train, SINGLE, scenario, ranks_together)
+        (outcome,) = ranks(1, train, SINGLE, SCENARIOS[name], ranks_together)
         return outcome
 
     def cached(scenario: Scenario, data_ranks: int) -> Outcome:
@@ -61,14 +61,9 @@ def one_process(ranks: Ranks) -> Callable[[Scenario, int], Outcome]:
     return cached
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-@layouts()
-def test_parity(
-    ranks: Ranks,
-    one_process: Callable[[Scenario, int], Outcome],
-    layout: Layout,
-    scenario: Scenario,
-) -> None:
+@pytest.mark.parametrize(("name", "scenario"), CASES, ids=[f"{name}: {scenario.name}" for name, scenario in CASES])
+def test_parity(ranks: Ranks, one_process: Callable[[Scenario, int], Outcome], name: str, scenario: Scenario) -> None:
+    layout = LAYOUTS[name]
     expected = one_process(scenario, layout.data_parallel_size)
     outcomes = ranks(layout.world_size, train, layout, scenario)
     whole, expected_whole = tensors(outcomes), tensors([expected])
@@ -76,12 +71,13 @@ def test_parity(
     for rank, outcome in enumerate(outcomes):
         actual = numbers(outcome, scenario.micro_batches)
         differing = differences(actual, numbers(expected), scenario.tolerance)
-        found |= {f"rank {rank}: {name}": difference for name, difference in differing.items()}
+        found |= {f"rank {rank}: {what}": difference for what, difference in differing.items()}
     assert not found, report(found)
     norms = pytest.approx(gradient_norms(expected_whole), rel=scenario.tolerance)
     assert gradient_norms(whole) == norms
     if scenario.clips_by_norm:
         assert outcomes[-1].clip_norms == norms
+        assert min(outcomes[-1].clip_norms) > scenario.trainer["gradient_clip_val"], "nothing was clipped"
     # What is logged without sync_dist is each rank's own: their mean is the whole batch's.
     local = torch.tensor([outcome.local_losses for outcome in outcomes])
     torch.testing.assert_close(local.mean(0), torch.tensor(outcomes[0].losses))

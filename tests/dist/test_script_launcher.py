@@ -12,7 +12,7 @@ import pytest
 from tests.dist.processes import LEAVE_SECONDS, Program, run_program
 from tests.dist.script_parts import FAILED_AT
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(300)
 
 PROGRAM_SECONDS = 200
 """For a whole program on a busy machine, where importing alone may take a minute."""
