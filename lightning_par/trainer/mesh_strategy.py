@@ -161,8 +161,8 @@ class MeshStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        # Also in the ranks that a script has started: there it sees to it that they leave with their parent.
+        self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:
