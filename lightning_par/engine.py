@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -42,9 +41,6 @@ from lightning_par.ties import find_ties, restore_ties
 
 __all__ = ["ParallelEngine", "StepModule", "engine_of"]
 
-_ENGINES: WeakKeyDictionary[nn.Module, ParallelEngine] = WeakKeyDictionary()
-"""The engine that laid out a module, for whoever wants to lay it out in another way."""
-
 _REPLICA_AXES = ("dp_replicate", "dp_shard", "tp")
 
 
@@ -64,6 +60,21 @@ class StepModule(nn.Module):
     def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call ``module.<method>(*args, **kwargs)``."""
         return getattr(self.module, method)(*args, **kwargs)
+
+
+class _Link:
+    """Ties a module to the engine that has laid it out, for whoever wants to lay it out in another way.
+
+    It hangs on the module itself, so that both are freed together; a copy of the module has no engine.
+    """
+
+    NAME = "_parallel_engine_link"
+
+    def __init__(self, engine: ParallelEngine | None = None) -> None:
+        self.engine = engine
+
+    def __reduce__(self) -> tuple[type[_Link], tuple[()]]:
+        return _Link, ()
 
 
 class ParallelEngine:
@@ -123,7 +134,7 @@ class ParallelEngine:
         self._used = self._watch_use(units) if find_unused_parameters else None
         self._laid_out = _modules_with_parameters(module)
         self._footprint.complete()
-        _ENGINES[module] = self
+        vars(module)[_Link.NAME] = _Link(self)
 
     def still_holds(self, module: nn.Module, mesh: DeviceMesh) -> bool:
         """Whether ``module`` is as this engine laid it out on ``mesh``."""
@@ -134,7 +145,7 @@ class ParallelEngine:
         """Take the layout off the module again, which is left whole and on the host. A collective of the mesh."""
         release_gathered(self.root)
         self._footprint.remove()
-        del _ENGINES[self.module]
+        del vars(self.module)[_Link.NAME]
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the user's module through the wrappers."""
@@ -248,7 +259,8 @@ class ParallelEngine:
 
 def engine_of(module: nn.Module) -> ParallelEngine | None:
     """The engine that has laid out ``module``, if one has."""
-    return _ENGINES.get(module)
+    link = vars(module).get(_Link.NAME)
+    return link.engine if link is not None else None
 
 
 def _modules_with_parameters(root: nn.Module) -> list[nn.Module]:

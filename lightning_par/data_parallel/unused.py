@@ -38,8 +38,9 @@ class UsedParameters:
         self._root = root
         self._group = group
         self._device = device
-        self._used: set[tuple[nn.Module, str]] = set()
-        self._watched: set[tuple[nn.Module, str]] = set()
+        # By the module's id: a hook on a parameter that reached its module would keep both from ever being freed.
+        self._used: set[tuple[int, str]] = set()
+        self._watched: set[tuple[int, str]] = set()
         for module, members in units:
             assert isinstance(module, FSDPModule)
             module.set_reduce_scatter_unused_params(True)
@@ -55,7 +56,7 @@ class UsedParameters:
     def settle(self) -> None:
         """After the last backward of a step: take away the gradients of what no rank used. A collective."""
         places = [(m, name) for m in self._root.modules() for name, p in m._parameters.items() if p is not None]
-        used = torch.tensor([place in self._used for place in places], dtype=torch.int32, device=self._device)
+        used = torch.tensor([(id(m), name) in self._used for m, name in places], dtype=torch.int32, device=self._device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
         kept = {id(m._parameters[name]) for (m, name), flag in zip(places, used.tolist(), strict=True) if flag}
         for module, name in places:
@@ -70,7 +71,11 @@ class UsedParameters:
             return
         for module in members:
             for name, parameter in module._parameters.items():
-                place = (module, name)
+                place = (id(module), name)
                 if parameter is not None and parameter.requires_grad and place not in self._watched:
                     self._watched.add(place)
-                    parameter.register_post_accumulate_grad_hook(lambda _, place=place: self._used.add(place))
+                    parameter.register_post_accumulate_grad_hook(partial(_mark, self._used, place))
+
+
+def _mark(used: set[tuple[int, str]], place: tuple[int, str], _: torch.Tensor) -> None:
+    used.add(place)
