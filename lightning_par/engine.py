@@ -26,6 +26,7 @@ from lightning_par.data_parallel import (
     UnitPrecision,
     UsedParameters,
     apply_data_axis,
+    average_scalar_gradients,
     defer_gradient_sync,
     find_units,
     gather,
@@ -42,6 +43,8 @@ from lightning_par.ties import find_ties, restore_ties
 __all__ = ["ParallelEngine", "StepModule", "engine_of"]
 
 _REPLICA_AXES = ("dp_replicate", "dp_shard", "tp")
+_BROADCAST_BYTES = 64 * 2**20
+"""Tensors are sent together in buckets of this size."""
 
 
 class StepModule(nn.Module):
@@ -131,12 +134,13 @@ class ParallelEngine:
         for unit in units:
             self._prepare(unit)
         self._wrap_root(units[-1], find_unused_parameters)
+        self._scalars = [parameter for parameter in module.parameters() if parameter.ndim == 0]
         self._used = self._watch_use(units) if find_unused_parameters else None
         self._laid_out = _modules_with_parameters(module)
         self._footprint.complete()
         vars(module)[_Link.NAME] = _Link(self)
 
-    def still_holds(self, module: nn.Module, mesh: DeviceMesh) -> bool:
+    def still_holds(self, module: nn.Module, mesh: DeviceMesh | None) -> bool:
         """Whether ``module`` is as this engine laid it out on ``mesh``."""
         same = module is self.module and mesh is self.mesh
         return same and self._laid_out == _modules_with_parameters(module)
@@ -151,7 +155,9 @@ class ParallelEngine:
         """Run one step of the user's module through the wrappers."""
         self._running = True
         try:
-            return self.root(method, *args, **kwargs)
+            # Evaluation needs no gradients reduced, and ranks may make different numbers of steps in it.
+            root = self.root if torch.is_grad_enabled() else self.step_module
+            return root(method, *args, **kwargs)
         finally:
             self._running = False
 
@@ -170,6 +176,16 @@ class ParallelEngine:
         finally:
             self._is_last_micro_batch = True
 
+    def before_evaluation(self) -> None:
+        """Give every rank the batch-norm statistics of the first, as the checkpoint has them. A collective."""
+        norms = (module for module in self.module.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
+        self._equalize([buffer for norm in norms for buffer in norm.buffers(recurse=False)])
+
+    def before_backward(self) -> None:
+        """Tell the engine that a backward begins."""
+        if self._used is not None:
+            self._used.before_backward()
+
     def after_backward(self) -> None:
         """Tell the engine that a backward ended.
 
@@ -180,8 +196,11 @@ class ParallelEngine:
         if self._checks_gradients and any(parameter.grad is not None for parameter in self.module.parameters()):
             self._checks_gradients = False
             check_replicated_gradients(self.module, self.mesh["tp"])
-        if self._used is not None and self._is_last_micro_batch:
-            self._used.settle()
+        if self._composes_units and self._is_last_micro_batch:
+            scalars = [parameter for parameter in self._scalars if parameter.requires_grad]
+            average_scalar_gradients(scalars, self.mesh.get_group("dp"))
+            if self._used is not None:
+                self._used.settle()
         self._gather_root_again()
 
     def release(self) -> None:
@@ -208,7 +227,7 @@ class ParallelEngine:
         materialize(self.module, unit.members, self.device)
         restore_ties(self._ties)
         unit.module.to(self.device)
-        self._equalize(unit)
+        self._equalize([tensor for _, member in unit.members for tensor in _own_tensors(member)])
         if self.plan:
             apply_plan(self.module, self.plan, self.mesh["tp"], members=[name for name, _ in unit.members])
         if unit.module is not self.module and self._composes_units:
@@ -227,7 +246,7 @@ class ParallelEngine:
             member.register_forward_pre_hook(self._before_member)
 
     def _watch_use(self, units: list[Unit]) -> UsedParameters | None:
-        if not self._composes_units or self._steps_inside or not UsedParameters.is_supported():
+        if not self._composes_units or not UsedParameters.is_supported():
             return None
         modules = [self.step_module if unit.module is self.module else unit.module for unit in units]
         members = [unit.members for unit in units]
@@ -248,13 +267,13 @@ class ParallelEngine:
         precision = UnitPrecision(self._parameter_dtype, casts_inputs)
         apply_data_axis(module, self.mesh, self._policy, precision)
 
-    def _equalize(self, unit: Unit) -> None:
-        """Give every rank the parameters and buffers of the first, as if one process had made them."""
-        tensors = {id(tensor): tensor for _, member in unit.members for tensor in _own_tensors(member)}
+    def _equalize(self, tensors: list[Tensor]) -> None:
+        """Give every rank the tensors of the first, as if one process had made them."""
+        unique = list({id(tensor): tensor.detach() for tensor in tensors}.values())
         for axis in _REPLICA_AXES:
             group = self.mesh.get_group(axis)
-            if group.size() > 1:
-                _broadcast(list(tensors.values()), group)
+            if group.size() > 1 and unique:
+                dist._broadcast_coalesced(group, unique, _BROADCAST_BYTES, 0)
 
 
 def engine_of(module: nn.Module) -> ParallelEngine | None:
@@ -269,10 +288,3 @@ def _modules_with_parameters(root: nn.Module) -> list[nn.Module]:
 
 def _own_tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-
-
-def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    with torch.no_grad():
-        works = [dist.broadcast(tensor.data, group_src=0, group=group, async_op=True) for tensor in tensors]
-    for work in works:
-        work.wait()

@@ -19,7 +19,7 @@ __all__ = ["UsedParameters"]
 
 
 class UsedParameters:
-    """Remembers which parameters got a gradient since the last optimizer step.
+    """Remembers which parameters got a gradient from the backwards of one accumulation window.
 
     Args:
         root: The module whose units are sharded or replicated.
@@ -41,6 +41,7 @@ class UsedParameters:
         # By the module's id: a hook on a parameter that reached its module would keep both from ever being freed.
         self._used: set[tuple[int, str]] = set()
         self._watched: set[tuple[int, str]] = set()
+        self._is_open = False
         for module, members in units:
             assert isinstance(module, FSDPModule)
             module.set_reduce_scatter_unused_params(True)
@@ -52,9 +53,16 @@ class UsedParameters:
         """Whether this release of torch can reduce zeros for what a rank did not use."""
         return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
+    def before_backward(self) -> None:
+        """At the first backward of a window: what has a gradient already, from an earlier window, keeps it."""
+        if not self._is_open:
+            self._is_open = True
+            parameters = (((id(m), name), p) for m in self._root.modules() for name, p in m._parameters.items())
+            self._used.update(place for place, p in parameters if p is not None and p.grad is not None)
+
     @torch.no_grad()
     def settle(self) -> None:
-        """After the last backward of a step: take away the gradients of what no rank used. A collective."""
+        """After the last backward of a window: take away the gradients of what no rank used. A collective."""
         places = [(m, name) for m in self._root.modules() for name, p in m._parameters.items() if p is not None]
         used = torch.tensor([(id(m), name) in self._used for m, name in places], dtype=torch.int32, device=self._device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
@@ -64,6 +72,7 @@ class UsedParameters:
             if parameter is not None and id(parameter) not in kept:
                 parameter.grad = None
         self._used.clear()
+        self._is_open = False
 
     def _watch(self, members: list[nn.Module], *_: Any) -> None:
         """Attach to each gathered parameter, once: they are the same objects in every step."""
