@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CommunicationCounter", "Traffic"]
 
+FLATTENED = "dp"
 WORLD = "world"
 OTHER = "other"
 
@@ -162,8 +163,15 @@ def _axes_by_group(mesh: DeviceMesh | None) -> dict[str, str]:
     """Process-group name -> axis name. Axes of one rank move nothing and are left out."""
     if mesh is None:
         return {}
-    names = [name for name in mesh.mesh_dim_names or () if mesh[name].size() > 1]
+    names = [name for name in (FLATTENED, *(mesh.mesh_dim_names or ())) if _has_axis(mesh, name)]
     return {mesh.get_group(name).group_name: name for name in names}
+
+
+def _has_axis(mesh: DeviceMesh, name: str) -> bool:
+    try:
+        return mesh[name].size() > 1
+    except KeyError:  # a mesh without the flattened axis
+        return False
 
 
 def _group_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.ProcessGroup:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from lightning_par.data_parallel import (
     UnitPrecision,
     UsedParameters,
     apply_data_axis,
+    average_scalar_gradients,
     defer_gradient_sync,
     find_units,
     gather,
@@ -42,10 +42,9 @@ from lightning_par.ties import find_ties, restore_ties
 
 __all__ = ["ParallelEngine", "StepModule", "engine_of"]
 
-_ENGINES: WeakKeyDictionary[nn.Module, ParallelEngine] = WeakKeyDictionary()
-"""The engine that laid out a module, for whoever wants to lay it out in another way."""
-
 _REPLICA_AXES = ("dp_replicate", "dp_shard", "tp")
+_BROADCAST_BYTES = 64 * 2**20
+"""Tensors are sent together in buckets of this size."""
 
 
 class StepModule(nn.Module):
@@ -64,6 +63,21 @@ class StepModule(nn.Module):
     def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call ``module.<method>(*args, **kwargs)``."""
         return getattr(self.module, method)(*args, **kwargs)
+
+
+class _Link:
+    """Ties a module to the engine that has laid it out, for whoever wants to lay it out in another way.
+
+    It hangs on the module itself, so that both are freed together; a copy of the module has no engine.
+    """
+
+    NAME = "_parallel_engine_link"
+
+    def __init__(self, engine: ParallelEngine | None = None) -> None:
+        self.engine = engine
+
+    def __reduce__(self) -> tuple[type[_Link], tuple[()]]:
+        return _Link, ()
 
 
 class ParallelEngine:
@@ -120,12 +134,13 @@ class ParallelEngine:
         for unit in units:
             self._prepare(unit)
         self._wrap_root(units[-1], find_unused_parameters)
+        self._scalars = [parameter for parameter in module.parameters() if parameter.ndim == 0]
         self._used = self._watch_use(units) if find_unused_parameters else None
         self._laid_out = _modules_with_parameters(module)
         self._footprint.complete()
-        _ENGINES[module] = self
+        vars(module)[_Link.NAME] = _Link(self)
 
-    def still_holds(self, module: nn.Module, mesh: DeviceMesh) -> bool:
+    def still_holds(self, module: nn.Module, mesh: DeviceMesh | None) -> bool:
         """Whether ``module`` is as this engine laid it out on ``mesh``."""
         same = module is self.module and mesh is self.mesh
         return same and self._laid_out == _modules_with_parameters(module)
@@ -134,13 +149,15 @@ class ParallelEngine:
         """Take the layout off the module again, which is left whole and on the host. A collective of the mesh."""
         release_gathered(self.root)
         self._footprint.remove()
-        del _ENGINES[self.module]
+        del vars(self.module)[_Link.NAME]
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the user's module through the wrappers."""
         self._running = True
         try:
-            return self.root(method, *args, **kwargs)
+            # Evaluation needs no gradients reduced, and ranks may make different numbers of steps in it.
+            root = self.root if torch.is_grad_enabled() else self.step_module
+            return root(method, *args, **kwargs)
         finally:
             self._running = False
 
@@ -159,6 +176,16 @@ class ParallelEngine:
         finally:
             self._is_last_micro_batch = True
 
+    def before_evaluation(self) -> None:
+        """Give every rank the batch-norm statistics of the first, as the checkpoint has them. A collective."""
+        norms = (module for module in self.module.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
+        self._equalize([buffer for norm in norms for buffer in norm.buffers(recurse=False)])
+
+    def before_backward(self) -> None:
+        """Tell the engine that a backward begins."""
+        if self._used is not None:
+            self._used.before_backward()
+
     def after_backward(self) -> None:
         """Tell the engine that a backward ended.
 
@@ -169,8 +196,11 @@ class ParallelEngine:
         if self._checks_gradients and any(parameter.grad is not None for parameter in self.module.parameters()):
             self._checks_gradients = False
             check_replicated_gradients(self.module, self.mesh["tp"])
-        if self._used is not None and self._is_last_micro_batch:
-            self._used.settle()
+        if self._composes_units and self._is_last_micro_batch:
+            scalars = [parameter for parameter in self._scalars if parameter.requires_grad]
+            average_scalar_gradients(scalars, self.mesh.get_group("dp"))
+            if self._used is not None:
+                self._used.settle()
         self._gather_root_again()
 
     def release(self) -> None:
@@ -197,7 +227,7 @@ class ParallelEngine:
         materialize(self.module, unit.members, self.device)
         restore_ties(self._ties)
         unit.module.to(self.device)
-        self._equalize(unit)
+        self._equalize([tensor for _, member in unit.members for tensor in _own_tensors(member)])
         if self.plan:
             apply_plan(self.module, self.plan, self.mesh["tp"], members=[name for name, _ in unit.members])
         if unit.module is not self.module and self._composes_units:
@@ -216,7 +246,7 @@ class ParallelEngine:
             member.register_forward_pre_hook(self._before_member)
 
     def _watch_use(self, units: list[Unit]) -> UsedParameters | None:
-        if not self._composes_units or self._steps_inside or not UsedParameters.is_supported():
+        if not self._composes_units or not UsedParameters.is_supported():
             return None
         modules = [self.step_module if unit.module is self.module else unit.module for unit in units]
         members = [unit.members for unit in units]
@@ -237,18 +267,19 @@ class ParallelEngine:
         precision = UnitPrecision(self._parameter_dtype, casts_inputs)
         apply_data_axis(module, self.mesh, self._policy, precision)
 
-    def _equalize(self, unit: Unit) -> None:
-        """Give every rank the parameters and buffers of the first, as if one process had made them."""
-        tensors = {id(tensor): tensor for _, member in unit.members for tensor in _own_tensors(member)}
+    def _equalize(self, tensors: list[Tensor]) -> None:
+        """Give every rank the tensors of the first, as if one process had made them."""
+        unique = list({id(tensor): tensor.detach() for tensor in tensors}.values())
         for axis in _REPLICA_AXES:
             group = self.mesh.get_group(axis)
-            if group.size() > 1:
-                _broadcast(list(tensors.values()), group)
+            if group.size() > 1 and unique:
+                dist._broadcast_coalesced(group, unique, _BROADCAST_BYTES, 0)
 
 
 def engine_of(module: nn.Module) -> ParallelEngine | None:
     """The engine that has laid out ``module``, if one has."""
-    return _ENGINES.get(module)
+    link = vars(module).get(_Link.NAME)
+    return link.engine if link is not None else None
 
 
 def _modules_with_parameters(root: nn.Module) -> list[nn.Module]:
@@ -257,10 +288,3 @@ def _modules_with_parameters(root: nn.Module) -> list[nn.Module]:
 
 def _own_tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-
-
-def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    with torch.no_grad():
-        works = [dist.broadcast(tensor.data, group_src=0, group=group, async_op=True) for tensor in tensors]
-    for work in works:
-        work.wait()

@@ -33,14 +33,14 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         norm_type: Order of the norm, ``math.inf`` for the largest absolute value.
 
     Returns:
-        Scalar float32 tensor on the gradients' device.
+        Scalar float64 tensor on the gradients' device.
     """
     shares: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
             shares[_sharding_groups(parameter)].append(local(parameter.grad))
     if not shares:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float64)
     return _combine([_sum_over_ranks(group, grads, norm_type) for group, grads in shares.items()], norm_type)
 
 
@@ -84,7 +84,7 @@ def _sharding_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 def _sum_over_ranks(groups: tuple[dist.ProcessGroup, ...], grads: list[Tensor], norm_type: float) -> Tensor:
     """Norm of ``grads`` and their peers' on the ranks of ``groups``."""
-    norm = _combine([torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32) for grad in grads], norm_type)
+    norm = _combine([_norm(grad, norm_type) for grad in grads], norm_type)
     if math.isinf(norm_type):
         for group in groups:
             dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
@@ -93,6 +93,12 @@ def _sum_over_ranks(groups: tuple[dist.ProcessGroup, ...], grads: list[Tensor], 
     for group in groups:
         dist.all_reduce(power, group=group)
     return power.pow(1.0 / norm_type)
+
+
+def _norm(grad: Tensor, norm_type: float) -> Tensor:
+    """Summed in float32 at least, and handed on in one type that all ranks share."""
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    return torch.linalg.vector_norm(grad, norm_type, dtype=dtype).double()
 
 
 def _combine(norms: list[Tensor], norm_type: float) -> Tensor:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["AXES", "AUTO", "Degree", "ParallelLayout"]
@@ -123,16 +125,24 @@ class ParallelLayout:
         position = self.coordinates(rank)
         return position["dp_replicate"] * self.dp_shard + position["dp_shard"]
 
-    def build_mesh(self, device_type: str) -> DeviceMesh:
+    def build_mesh(self, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
         """Create the device mesh; a collective over all ranks of the initialised process group.
 
         Besides the four axes, the flattened axis ``dp`` (all ranks that see different batches) is available as
         ``mesh["dp"]``.
+
+        Args:
+            device_type: ``"cpu"``, ``"cuda"`` ...
+            timeout: How long a collective of any axis waits for a missing rank; ``None`` is the backend's own.
         """
         from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.distributed_c10d import _set_pg_timeout
 
         mesh = init_device_mesh(device_type, tuple(self.as_dict().values()), mesh_dim_names=AXES)
         mesh["dp_replicate", "dp_shard"]._flatten("dp")
+        if timeout is not None:
+            for axis in (*AXES, "dp"):  # groups of a mesh do not take over the timeout of the whole
+                _set_pg_timeout(timeout, mesh.get_group(axis))
         return mesh
 
     def __str__(self) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["check_can_materialize", "materialize"]
 
@@ -41,18 +41,43 @@ def materialize(root: nn.Module, members: Iterable[tuple[str, nn.Module]], devic
         root: The module that ``members`` are named in.
         members: Dotted name and module; children are not descended into.
         device: Where the tensors are created.
+
+    Raises:
+        ValueError: If the initialisation leaves out a tensor.
     """
     for name, module in members:
         if _has_meta(module):
             module.to_empty(device=device, recurse=False)
             with torch.no_grad():
+                _mark_uninitialised(module)
                 for initialize in _initializers(root, name, module):
                     initialize()
+            _check_initialised(name, module)
+
+
+def _mark_uninitialised(module: nn.Module) -> None:
+    for tensor in _own_tensors(module):
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+
+
+def _check_initialised(name: str, module: nn.Module) -> None:
+    own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+    missed = [key for key, tensor in own if tensor.is_floating_point() and tensor.isnan().any()]
+    if missed:
+        raise ValueError(
+            f"{name or 'the module itself'} ({type(module).__name__}) was built on the meta device, and its "
+            f"initialisation leaves out {', '.join(missed)}. Set it in the `reset_parameters()` method of its class or "
+            "in the `_init_weights(module)` method of a module above it."
+        )
 
 
 def _has_meta(module: nn.Module) -> bool:
-    own = chain(module.parameters(recurse=False), module.buffers(recurse=False))
-    return any(tensor.is_meta for tensor in own)
+    return any(tensor.is_meta for tensor in _own_tensors(module))
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(recurse=False), module.buffers(recurse=False))
 
 
 def _initializers(root: nn.Module, name: str, module: nn.Module) -> list[Callable[[], Any]]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -9,7 +13,9 @@ __all__ = ["share_random_state"]
 
 
 def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Give all ranks of ``group`` the generator states of its first: dropout masks of whole activations must agree.
+    """Give all ranks of ``group`` the generator states of its first.
+
+    Dropout masks of whole activations must agree, and so must augmentations drawn by torch, NumPy or ``random``.
 
     Args:
         group: The ranks that share a batch (the tensor axis).
@@ -17,6 +23,10 @@ def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
     """
     if group.size() == 1:
         return
+    states: list[Any] = [random.getstate(), np.random.get_state()]
+    dist.broadcast_object_list(states, group_src=0, group=group, device=device)
+    random.setstate(states[0])
+    np.random.set_state(states[1])
     torch.set_rng_state(_from_first(torch.get_rng_state(), group, device))
     if device.type == "cuda":
         torch.cuda.set_rng_state(_from_first(torch.cuda.get_rng_state(device), group, device), device)

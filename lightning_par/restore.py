@@ -70,12 +70,15 @@ class Footprint:
         self._after = {module: _Look.at(module) for module in self._before}
 
     def remove(self) -> None:
-        """Give the module plain, full parameters on the host and take off what was applied. A collective."""
+        """Leave the module with plain, full tensors on the host, and take off what was applied. A collective."""
         ties = find_ties(self._root)
         for module in self._before:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = _plain(parameter)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.cpu()
         restore_ties(ties)
         for module, after in self._after.items():
             _undo(module, self._before[module], after)

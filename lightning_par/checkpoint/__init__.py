@@ -6,6 +6,7 @@ lazily from the file.
 """
 
 from lightning_par.checkpoint.full_state import gather_full_state, shard_full_state, shard_optimizer_state
+from lightning_par.checkpoint.local_file import save_file
 from lightning_par.checkpoint.plain import to_plain
 
-__all__ = ["gather_full_state", "shard_full_state", "shard_optimizer_state", "to_plain"]
+__all__ = ["gather_full_state", "save_file", "shard_full_state", "shard_optimizer_state", "to_plain"]

@@ -50,7 +50,7 @@ def shard_optimizer_state(full: Mapping[str, Any], optimizer: Optimizer) -> dict
         optimizer: The optimizer to load it into, over this rank's parameters in the same order.
 
     Raises:
-        ValueError: If a state tensor has neither one element nor its parameter's shape, so that nobody knows how to
+        ValueError: If a state tensor has several elements but not its parameter's shape, so that nobody knows how to
             cut it for a sharded parameter.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -71,9 +71,8 @@ def _gather(tensor: Tensor, keep: bool) -> Tensor | None:
 
 
 def _shard_moment(name: str, value: Any, parameter: Tensor) -> Any:
-    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor) or value.numel() == 1:
-        return value
-    return _shard(name, value, parameter)
+    counts_steps = isinstance(value, Tensor) and value.numel() == 1 and value.shape != parameter.shape
+    return value if counts_steps else _shard(name, value, parameter)
 
 
 def _shard(name: str, value: Any, reference: Any) -> Any:

@@ -27,6 +27,7 @@ from lightning_par.data_parallel.apply import (
     wrap_whole,
 )
 from lightning_par.data_parallel.policy import ZERO_POLICIES, ZeroPolicy
+from lightning_par.data_parallel.scalars import average_scalar_gradients, scalar_parameters
 from lightning_par.data_parallel.units import Unit, find_units
 from lightning_par.data_parallel.unused import UsedParameters
 
@@ -37,10 +38,12 @@ __all__ = [
     "UsedParameters",
     "ZeroPolicy",
     "apply_data_axis",
+    "average_scalar_gradients",
     "defer_gradient_sync",
     "find_units",
     "gather",
     "make_root",
     "release_gathered",
+    "scalar_parameters",
     "wrap_whole",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from inspect import signature
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_par.data_parallel.policy import ZeroPolicy
+from lightning_par.data_parallel.scalars import scalar_parameters
 
 __all__ = [
     "UnitPrecision",
@@ -57,13 +59,14 @@ def apply_data_axis(module: nn.Module, mesh: DeviceMesh, policy: ZeroPolicy, pre
     """
     mixed = MixedPrecisionPolicy(
         param_dtype=precision.parameters,
-        reduce_dtype=torch.float32,  # sums of many half-precision gradients lose digits
+        reduce_dtype=_sum_dtype(module),
         cast_forward_inputs=precision.casts_inputs,
     )
+    options: dict[str, Any] = {"mp_policy": mixed, "ignored_params": scalar_parameters(module)}
     if policy.shards:
-        fully_shard(module, mesh=_shard_mesh(mesh), reshard_after_forward=policy.frees_after_use, mp_policy=mixed)
+        fully_shard(module, mesh=_shard_mesh(mesh), reshard_after_forward=policy.frees_after_use, **options)
     else:
-        replicate(module, mesh=mesh["dp_replicate"], mp_policy=mixed)
+        replicate(module, mesh=mesh["dp_replicate"], **options)
     if mesh.device_type == "cpu":
         # gloo has no average: sum, then divide.
         _composable(module).set_force_sum_reduction_for_comms(True)
@@ -134,6 +137,12 @@ def _set_last_micro_batch(root: nn.Module, policy: ZeroPolicy, last: bool) -> No
     root.set_requires_all_reduce(last)
     if policy.shards and not policy.frees_after_use:
         root.set_reshard_after_backward(last)
+
+
+def _sum_dtype(module: nn.Module) -> torch.dtype:
+    """At least float32: sums of many half-precision gradients lose digits."""
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.dtype.is_floating_point}
+    return reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -19,7 +19,7 @@ __all__ = ["UsedParameters"]
 
 
 class UsedParameters:
-    """Remembers which parameters got a gradient since the last optimizer step.
+    """Remembers which parameters got a gradient from the backwards of one accumulation window.
 
     Args:
         root: The module whose units are sharded or replicated.
@@ -38,8 +38,10 @@ class UsedParameters:
         self._root = root
         self._group = group
         self._device = device
-        self._used: set[tuple[nn.Module, str]] = set()
-        self._watched: set[tuple[nn.Module, str]] = set()
+        # By the module's id: a hook on a parameter that reached its module would keep both from ever being freed.
+        self._used: set[tuple[int, str]] = set()
+        self._watched: set[tuple[int, str]] = set()
+        self._is_open = False
         for module, members in units:
             assert isinstance(module, FSDPModule)
             module.set_reduce_scatter_unused_params(True)
@@ -51,11 +53,18 @@ class UsedParameters:
         """Whether this release of torch can reduce zeros for what a rank did not use."""
         return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
+    def before_backward(self) -> None:
+        """At the first backward of a window: what has a gradient already, from an earlier window, keeps it."""
+        if not self._is_open:
+            self._is_open = True
+            parameters = (((id(m), name), p) for m in self._root.modules() for name, p in m._parameters.items())
+            self._used.update(place for place, p in parameters if p is not None and p.grad is not None)
+
     @torch.no_grad()
     def settle(self) -> None:
-        """After the last backward of a step: take away the gradients of what no rank used. A collective."""
+        """After the last backward of a window: take away the gradients of what no rank used. A collective."""
         places = [(m, name) for m in self._root.modules() for name, p in m._parameters.items() if p is not None]
-        used = torch.tensor([place in self._used for place in places], dtype=torch.int32, device=self._device)
+        used = torch.tensor([(id(m), name) in self._used for m, name in places], dtype=torch.int32, device=self._device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
         kept = {id(m._parameters[name]) for (m, name), flag in zip(places, used.tolist(), strict=True) if flag}
         for module, name in places:
@@ -63,6 +72,7 @@ class UsedParameters:
             if parameter is not None and id(parameter) not in kept:
                 parameter.grad = None
         self._used.clear()
+        self._is_open = False
 
     def _watch(self, members: list[nn.Module], *_: Any) -> None:
         """Attach to each gathered parameter, once: they are the same objects in every step."""
@@ -70,7 +80,11 @@ class UsedParameters:
             return
         for module in members:
             for name, parameter in module._parameters.items():
-                place = (module, name)
+                place = (id(module), name)
                 if parameter is not None and parameter.requires_grad and place not in self._watched:
                     self._watched.add(place)
-                    parameter.register_post_accumulate_grad_hook(lambda _, place=place: self._used.add(place))
+                    parameter.register_post_accumulate_grad_hook(partial(_mark, self._used, place))
+
+
+def _mark(used: set[tuple[int, str]], place: tuple[int, str], _: torch.Tensor) -> None:
+    used.add(place)

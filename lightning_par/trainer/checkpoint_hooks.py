@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_par.checkpoint import gather_full_state, shard_full_state, shard_optimizer_state, to_plain
+from lightning_par.checkpoint import (
+    gather_full_state,
+    save_file,
+    shard_full_state,
+    shard_optimizer_state,
+    to_plain,
+)
 from lightning_par.trainer.mesh_strategy import MeshStrategy
+from lightning_par.trainer.optimizers import choose_update, forget_update
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.types import _PATH
@@ -49,17 +58,22 @@ class CheckpointHooks(MeshStrategy):
         if self._skips_saving():
             return {}
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return gather_full_state(inner.state_dict(), keep=self.is_global_zero)
+        return gather_full_state(forget_update(inner, inner.state_dict()), keep=self.is_global_zero)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        if not self._skips_saving():
+        if self._skips_saving():
+            return
+        if self._is_ordinary_file(filepath) and storage_options is None:
+            if self.is_global_zero:
+                save_file(to_plain(checkpoint), Path(filepath))
+        else:
             super().save_checkpoint(to_plain(checkpoint), filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        # An ordinary local file is mapped, not read: each rank then reads just its share of every tensor.
-        if type(self.checkpoint_io) is TorchCheckpointIO and os.path.isfile(checkpoint_path):
+        # An ordinary file is mapped, not read: each rank then reads just its share of every tensor.
+        if self._is_ordinary_file(checkpoint_path) and os.path.isfile(checkpoint_path):
             return torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
@@ -75,7 +89,12 @@ class CheckpointHooks(MeshStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, full in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(shard_optimizer_state(full, optimizer))
+            choose_update(optimizer)
             _optimizer_to_device(optimizer, self.root_device)
+
+    def _is_ordinary_file(self, path: _PATH) -> bool:
+        """Whether the path is on this machine and no plugin of the user's has its own idea of saving."""
+        return type(self.checkpoint_io) is TorchCheckpointIO and _is_local_file_protocol(path)
 
     def _skips_saving(self) -> bool:
         if self.is_failing:

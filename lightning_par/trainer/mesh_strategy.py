@@ -172,7 +172,7 @@ class MeshStrategy(ParallelStrategy):
         self._connect_processes()
         set_mesh_coordinates(self.coordinates)
         if self._mesh is None:
-            self._mesh = self.layout.build_mesh(self.root_device.type)
+            self._mesh = self.layout.build_mesh(self.root_device.type, self._timeout)
 
     def _connect_processes(self) -> None:
         assert self.cluster_environment is not None

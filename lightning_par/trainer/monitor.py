@@ -28,8 +28,9 @@ _RECENT_STEPS = 20
 class RunMonitor(Callback):
     """Measures a fit and writes ``summary.json`` at its end.
 
-    Communication and model state are read in one early optimizer step, which is left out of the times because counting
-    slows it down.
+    A step is timed from the end of the one before to its own end, loading of data included; validation and checkpoints
+    between two steps are not. Communication and model state are read in one early step, which is left out of the times
+    because counting slows it down.
 
     Args:
         path: Directory of ``summary.json``; ``None`` writes none.
@@ -52,7 +53,8 @@ class RunMonitor(Callback):
         self._tokens: list[int] = []
         self._micro_batch_tokens = 0
         self._started: float | None = None
-        self._step = 0
+        self._num_steps = 0
+        self._global_step = 0
         self._counter: CommunicationCounter | None = None
         self._traffic: dict[str, int] = {}
         self._state: dict[str, int] = {}
@@ -74,33 +76,49 @@ class RunMonitor(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start afresh."""
         self._reset()
+        self._global_step = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the clock at the first micro-batch of a step."""
+        """Start the clock if it does not run."""
         self._micro_batch_tokens += _count_tokens(batch)
-        if self._started is not None:
-            return
-        if self._counts_this_step(trainer):
+        if self._counter is None and self._counts_this_step(trainer):
             assert isinstance(trainer.strategy, HybridStrategy)
             self._counter = trainer.strategy.count_communication()
             self._counter.__enter__()
-        self._step = trainer.global_step
-        self._started = time.perf_counter()
+        if self._started is None:
+            self._started = _now()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop the clock after the optimizer's step."""
-        if self._started is None or trainer.global_step == self._step:
+        """Read the clock after an optimizer's step."""
+        if trainer.global_step == self._global_step:
             return
+        self._global_step = trainer.global_step
+        self._num_steps += 1
+        now = _now()
         if self._counter is not None:
             self._end_counted_step(trainer)
-        elif trainer.global_step > _WARM_UP_STEPS:
-            self._seconds.append(time.perf_counter() - self._started)
+        elif self._num_steps > _WARM_UP_STEPS and self._started is not None:
+            self._seconds.append(now - self._started)
             self._tokens.append(self._micro_batch_tokens * _num_data_ranks(trainer))
         if self._first_loss is None:
             self._first_loss = _reduced(trainer, self._train_metric)
-        self._started, self._micro_batch_tokens = None, 0
+        self._started, self._micro_batch_tokens = now, 0
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the clock until training goes on."""
+        self._started = None
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Stop the clock until training goes on."""
+        self._started = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop counting."""
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)
+            self._counter = None
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Collect from all ranks and write the summary. A collective."""
@@ -122,8 +140,8 @@ class RunMonitor(Callback):
 
     def _counts_this_step(self, trainer: Trainer) -> bool:
         # The second step, since the first makes buckets and optimizer states; the first if there is no other.
-        step = min(1, int(trainer.estimated_stepping_batches) - 1)
-        return isinstance(trainer.strategy, HybridStrategy) and trainer.global_step == step
+        is_only_step = trainer.estimated_stepping_batches == 1
+        return isinstance(trainer.strategy, HybridStrategy) and self._num_steps == (0 if is_only_step else 1)
 
     def _end_counted_step(self, trainer: Trainer) -> None:
         assert self._counter is not None
@@ -132,6 +150,13 @@ class RunMonitor(Callback):
         self._traffic = self._counter.bytes_by_axis()
         self._state = dict(trainer.strategy.model_state_bytes())  # type: ignore[arg-type]
         self._counter = None
+
+
+def _now() -> float:
+    """Seconds, once the device has done what it was given."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _describe(trainer: Trainer) -> dict[str, Any]:

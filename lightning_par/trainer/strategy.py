@@ -14,6 +14,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
@@ -29,7 +30,7 @@ from lightning_par.trainer.data import check_equal_lengths, extra_steps, lockste
 from lightning_par.trainer.logged_keys import SameLoggedKeys
 from lightning_par.trainer.mesh_strategy import DEFAULT_TIMEOUT
 from lightning_par.trainer.metrics import sync_metrics_over
-from lightning_par.trainer.optimizers import step_one_by_one_if_mixed
+from lightning_par.trainer.optimizers import choose_update
 from lightning_par.trainer.precision import connect_precision, parameter_dtype
 
 if TYPE_CHECKING:
@@ -148,16 +149,18 @@ class HybridStrategy(CheckpointHooks):
         super().setup_environment()
 
     def _take_off_other_layout(self) -> None:
-        """Make a module whole again that an earlier strategy has laid out, while its process group still exists."""
-        assert self.lightning_module is not None
-        earlier = engine_of(self.lightning_module)
-        if earlier is not None and earlier is not self._engine:
+        """Make a module whole again that is laid out in another way, while its process group still exists."""
+        module = self.lightning_module
+        assert module is not None
+        earlier = engine_of(module)
+        if earlier is not None and not (earlier is self._engine and earlier.still_holds(module, self._mesh)):
             earlier.remove()
 
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.lightning_module is not None
+        self._refuse_unsupported()
         self.accelerator.setup(trainer)
         connect_precision(self.precision_plugin, self.root_device, self._remember_norm)
         self._lay_out()
@@ -171,7 +174,14 @@ class HybridStrategy(CheckpointHooks):
         _use_no_grad(trainer)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, SameLoggedKeys) for callback in callbacks):
-            callbacks.append(SameLoggedKeys())
+            callbacks.insert(0, SameLoggedKeys())  # before any that reads what was logged
+
+    def _refuse_unsupported(self) -> None:
+        if self._layer_sync is not None:
+            raise MisconfigurationException(
+                "Trainer(sync_batchnorm=True) is not supported by this strategy. Leave it out if statistics of each "
+                "rank's own batches will do, or use a layer or group norm, which need no other rank."
+            )
 
     def _lay_out(self) -> None:
         """Parallelise the module, or keep what an earlier fit, validate, test or predict has made of it."""
@@ -197,7 +207,7 @@ class HybridStrategy(CheckpointHooks):
         self.engine.parameters()  # optimizers must be given the sharded parameters
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            step_one_by_one_if_mixed(optimizer)
+            choose_update(optimizer)
             optimizer.register_step_post_hook(lambda *_: self.engine.after_optimizer_step())
 
     @override
@@ -256,6 +266,7 @@ class HybridStrategy(CheckpointHooks):
 
     @override
     def on_predict_start(self) -> None:
+        self.engine.before_evaluation()
         # Prediction data is not padded. Where a forward gathers parameters over the data axis, ranks with fewer batches
         # repeat their last one for the others' sake, and throw the result away.
         assert self.lightning_module is not None
@@ -280,6 +291,18 @@ class HybridStrategy(CheckpointHooks):
         if not self.lightning_module.trainer.predicting:
             check_equal_lengths(dataloader, group)
         return lockstep(dataloader, group, self.root_device)
+
+    @override
+    def on_validation_start(self) -> None:
+        self.engine.before_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        self.engine.before_evaluation()
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self.engine.before_backward()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

@@ -82,3 +82,23 @@ def test_ordinary_modules_are_left_alone() -> None:
     check_can_materialize(root)
     _create(root)
     assert torch.equal(root["linear"].weight, before)
+
+
+class Forgetful(nn.Module):
+    """Its `_init_weights` knows linear layers only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.ones_(module.weight)
+
+
+def test_a_tensor_that_nobody_initialises_is_named() -> None:
+    with torch.device("meta"):
+        module = Forgetful()
+    with pytest.raises(ValueError, match=r"the module itself \(Forgetful\).*leaves out scale\."):
+        materialize(module, module.named_modules(), torch.device("cpu"))
