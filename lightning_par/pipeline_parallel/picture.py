@@ -22,7 +22,7 @@ _DPI = 160
 _WIDTH = 13.0
 _ROW = 0.5
 """Inches of a rank's row."""
-_DIGIT = 0.085
+_DIGIT = 0.065
 """Inches of a digit."""
 _PALEST = 0.6
 """How far the last stage of a rank is tinted towards white."""
@@ -70,14 +70,15 @@ def draw_timeline(timeline: Timeline, path: Path, title: str = "") -> Path:
 
 def _draw_rank(axes: Axes, timeline: Timeline, rank: int) -> None:
     stages = timeline.grid.stages_of(rank)
+    room = _DIGIT * (len(str(timeline.grid.num_microbatches - 1)) + 0.3)  # all numbers of a kind are shown, or none
     axes.barh(rank, timeline.total_time, height=0.86, color=_IDLE)
     for (stage, kind, microbatch), start, end in timeline.ranks[rank]:
         paleness = stages.index(stage) / max(1, len(stages) - 1)
         colour = _tint(_COLOURS[kind], paleness * _PALEST)
         axes.barh(rank, end - start, left=start, height=0.86, color=colour, edgecolor="white", linewidth=0.7)
-        if (end - start) / timeline.total_time * (_WIDTH - 1) > _DIGIT * (len(str(microbatch)) + 0.5):
+        if (end - start) / timeline.total_time * (_WIDTH - 1) > room:
             ink = "white" if paleness < 0.5 else _INK
-            axes.text((start + end) / 2, rank, str(microbatch), ha="center", va="center_baseline", size=8, color=ink)
+            axes.text((start + end) / 2, rank, str(microbatch), ha="center", va="center_baseline", size=7, color=ink)
 
 
 def _add_legend(figure: Figure, timeline: Timeline) -> None:
