@@ -1,9 +1,7 @@
-"""The engine: applies the parallelisms to a module in their fixed order, and runs its steps.
+"""The engine: lays a module out over the ranks of a mesh, and runs its steps.
 
-The order matters, so it is in one place (:meth:`ParallelEngine._prepare`): a unit's parameters are created and made
-equal on all ranks, then split over ``tp``, then sharded or replicated over the data axes. Units come inner before
-outer, so no rank ever holds more than its share and one whole unit on its device. A pipeline splits stages before all
-of this; activation checkpointing and compilation of blocks go between the tensor and the data axis.
+It splits the module into pipeline stages first (:mod:`lightning_par.pipelined`), then lays out each tree of modules
+that is left (:mod:`lightning_par.tree`): tensor axis, activation checkpointing, data axis.
 
 The engine knows torch and nothing of Lightning: trainers drive it through :meth:`ParallelEngine.run`,
 :meth:`ParallelEngine.accumulating` and the gradient functions.
@@ -12,57 +10,27 @@ The engine knows torch and nothing of Lightning: trainers drive it through :meth
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_par.activation_checkpointing import Checkpointing, check_checkpointing
 from lightning_par.data_parallel import (
     ZERO_POLICIES,
-    Unit,
-    UnitPrecision,
-    UsedParameters,
-    apply_data_axis,
-    average_scalar_gradients,
-    defer_gradient_sync,
-    find_units,
-    gather,
-    make_root,
-    release_gathered,
-    wrap_whole,
+    average_whole_gradients,
+    places_in_several,
+    whole_parameters,
 )
 from lightning_par.layout import ParallelLayout
-from lightning_par.materialize import check_can_materialize, materialize
+from lightning_par.materialize import check_can_materialize
 from lightning_par.restore import Footprint
-from lightning_par.tensor_parallel import apply_plan, check_plan, check_replicated_gradients, resolve_plan
-from lightning_par.ties import find_ties, restore_ties
+from lightning_par.tensor_parallel import check_plan, check_replicated_gradients, resolve_plan
+from lightning_par.tree import Settings, StepModule, Tree, equalize
 
-__all__ = ["ParallelEngine", "StepModule", "engine_of"]
-
-_REPLICA_AXES = ("dp_replicate", "dp_shard", "tp")
-_BROADCAST_BYTES = 64 * 2**20
-"""Tensors are sent together in buckets of this size."""
-
-
-class StepModule(nn.Module):
-    """The root of everything that wraps: its forward calls one method of the user's module.
-
-    So wrappers see a step as an ordinary forward, whatever the step is called, and the user's module needs none.
-
-    Args:
-        module: The user's module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call ``module.<method>(*args, **kwargs)``."""
-        return getattr(self.module, method)(*args, **kwargs)
+__all__ = ["ParallelEngine", "engine_of"]
 
 
 class _Link:
@@ -93,6 +61,7 @@ class ParallelEngine:
         parameter_dtype: Type that sharded parameters are gathered and used in, ``None`` for their own.
         find_unused_parameters: Whether to cope with parameters that a step does not use, on some ranks or on all.
         steps_inside: Whether the user's step runs backward and steps optimizers itself.
+        activation_checkpointing: Whether blocks compute their activations again in backward.
 
     Raises:
         ValueError: If the layout does not suit the module (see :mod:`lightning_par.tensor_parallel`), or meta
@@ -111,34 +80,43 @@ class ParallelEngine:
         parameter_dtype: torch.dtype | None = None,
         find_unused_parameters: bool = True,
         steps_inside: bool = False,
+        activation_checkpointing: Checkpointing = False,
     ) -> None:
+        check_checkpointing(activation_checkpointing)
         self.module = module
         self.layout = layout
         self.mesh = mesh
         self.device = device
         self.zero_stage = zero_stage
-        self._policy = ZERO_POLICIES[zero_stage]
-        self._parameter_dtype = parameter_dtype if self._policy.shards else None
-        self._steps_inside = steps_inside
-        self._running = False
-        self._is_last_micro_batch = True
-        self.plan = resolve_plan(module, tensor_parallel_plan) if layout.tp > 1 else {}
-        check_plan(module, self.plan, layout.tp)
-        self._checks_gradients = layout.tp > 1
+        policy = ZERO_POLICIES[zero_stage]
+        plan = resolve_plan(module, tensor_parallel_plan) if layout.tp > 1 else {}
+        check_plan(module, plan, layout.tp)
         check_can_materialize(module)
+        self._settings = Settings(
+            layout=layout,
+            mesh=mesh,
+            device=device,
+            policy=policy,
+            plan=plan,
+            parameter_dtype=parameter_dtype if policy.shards else None,
+            find_unused_parameters=find_unused_parameters,
+            steps_inside=steps_inside,
+            activation_checkpointing=activation_checkpointing,
+        )
+        self._is_last_micro_batch = True
+        self._checks_gradients = layout.tp > 1
+        roots = self._split()
         self._footprint = Footprint(module)
-        self.step_module = StepModule(module)
-        self.root: nn.Module = self.step_module
-        self._ties = find_ties(module)
-        units = find_units(module, split_children=steps_inside)
-        for unit in units:
-            self._prepare(unit)
-        self._wrap_root(units[-1], find_unused_parameters)
-        self._scalars = [parameter for parameter in module.parameters() if parameter.ndim == 0]
-        self._used = self._watch_use(units) if find_unused_parameters else None
+        shared = places_in_several([root.module for root in roots])
+        self._trees = [Tree(root, self._settings, shared) for root in roots]
+        self._whole = whole_parameters(module, shared) if self._settings.composes_units else []
         self._laid_out = _modules_with_parameters(module)
         self._footprint.complete()
         vars(module)[_Link.NAME] = _Link(self)
+
+    def _split(self) -> list[Any]:
+        """Cut the module into the trees that this rank calls."""
+        return [StepModule(self.module)]
 
     def still_holds(self, module: nn.Module, mesh: DeviceMesh | None) -> bool:
         """Whether ``module`` is as this engine laid it out on ``mesh``."""
@@ -147,31 +125,33 @@ class ParallelEngine:
 
     def remove(self) -> None:
         """Take the layout off the module again, which is left whole and on the host. A collective of the mesh."""
-        release_gathered(self.root)
+        self.release()
         self._footprint.remove()
         del vars(self.module)[_Link.NAME]
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the user's module through the wrappers."""
-        self._running = True
-        try:
-            # Evaluation needs no gradients reduced, and ranks may make different numbers of steps in it.
-            root = self.root if torch.is_grad_enabled() else self.step_module
-            return root(method, *args, **kwargs)
-        finally:
-            self._running = False
+        (tree,) = self._trees
+        return tree(method=method, args=args, kwargs=kwargs)
+
+    @property
+    def root(self) -> nn.Module:
+        """The outermost wrapper of the module."""
+        return self._trees[0].root if len(self._trees) == 1 else self.module
 
     @property
     def gathers_in_forward(self) -> bool:
         """Whether a forward is a collective of the data axis."""
-        return self._policy.shards and self.layout.data_parallel_size > 1
+        return self._settings.policy.shards and self.layout.data_parallel_size > 1
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Context of a micro-batch that is not the last of its accumulation window."""
         self._is_last_micro_batch = False
         try:
-            with defer_gradient_sync(self.root, self._policy):
+            with ExitStack() as stack:
+                for tree in self._trees:
+                    stack.enter_context(tree.accumulating())
                 yield
         finally:
             self._is_last_micro_batch = True
@@ -179,12 +159,13 @@ class ParallelEngine:
     def before_evaluation(self) -> None:
         """Give every rank the batch-norm statistics of the first, as the checkpoint has them. A collective."""
         norms = (module for module in self.module.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
-        self._equalize([buffer for norm in norms for buffer in norm.buffers(recurse=False)])
+        equalize([buffer for norm in norms for buffer in norm.buffers(recurse=False)], self.mesh)
 
     def before_backward(self) -> None:
         """Tell the engine that a backward begins."""
-        if self._used is not None:
-            self._used.before_backward()
+        for tree in self._trees:
+            if tree.used is not None:
+                tree.used.before_backward()
 
     def after_backward(self) -> None:
         """Tell the engine that a backward ended.
@@ -196,84 +177,34 @@ class ParallelEngine:
         if self._checks_gradients and any(parameter.grad is not None for parameter in self.module.parameters()):
             self._checks_gradients = False
             check_replicated_gradients(self.module, self.mesh["tp"])
-        if self._composes_units and self._is_last_micro_batch:
-            scalars = [parameter for parameter in self._scalars if parameter.requires_grad]
-            average_scalar_gradients(scalars, self.mesh.get_group("dp"))
-            if self._used is not None:
-                self._used.settle()
-        self._gather_root_again()
+        if self._is_last_micro_batch:
+            self._finish_gradients()
+        for tree in self._trees:
+            tree.gather_again()
+
+    def _finish_gradients(self) -> None:
+        """After the last backward of a window: what the wrappers have left to do."""
+        whole = [parameter for parameter in self._whole if parameter.requires_grad]
+        average_whole_gradients(whole, self.mesh.get_group("dp"), self.device)
+        for tree in self._trees:
+            if tree.used is not None:
+                tree.used.settle()
 
     def release(self) -> None:
         """Free gathered copies of parameters, so that the module shows its shards."""
-        release_gathered(self.root)
+        for tree in self._trees:
+            tree.release()
 
     def after_optimizer_step(self) -> None:
         """Tell the engine that an optimizer changed parameters."""
-        release_gathered(self.root)
-        self._gather_root_again()
+        for tree in self._trees:
+            tree.release()
+            tree.gather_again()
 
     def parameters(self) -> list[nn.Parameter]:
         """This rank's parameters as optimizers see them (sharded where they are), tied ones once."""
-        release_gathered(self.root)
+        self.release()
         return list(self.module.parameters())
-
-    def _gather_root_again(self) -> None:
-        """Inside a step, what the root holds must stay usable: blocks gather themselves, the root only on entry."""
-        if self._steps_inside and self._running:
-            gather(self.root)
-
-    def _prepare(self, unit: Unit) -> None:
-        """Create, equalise, split and shard one unit: the fixed order of parallelisms."""
-        materialize(self.module, unit.members, self.device)
-        restore_ties(self._ties)
-        unit.module.to(self.device)
-        self._equalize([tensor for _, member in unit.members for tensor in _own_tensors(member)])
-        if self.plan:
-            apply_plan(self.module, self.plan, self.mesh["tp"], members=[name for name, _ in unit.members])
-        if unit.module is not self.module and self._composes_units:
-            self._apply_data_axis(unit.module, casts_inputs=True)
-
-    def _wrap_root(self, unit: Unit, find_unused_parameters: bool) -> None:
-        if self.layout.data_parallel_size == 1:
-            return
-        if not self._composes_units:
-            self.root = wrap_whole(self.step_module, self.mesh, find_unused_parameters)
-            return
-        # The root sees the user's batch as it is: targets keep their precision.
-        self._apply_data_axis(self.step_module, casts_inputs=False)
-        make_root(self.step_module)
-        for _, member in unit.members:
-            member.register_forward_pre_hook(self._before_member)
-
-    def _watch_use(self, units: list[Unit]) -> UsedParameters | None:
-        if not self._composes_units or not UsedParameters.is_supported():
-            return None
-        modules = [self.step_module if unit.module is self.module else unit.module for unit in units]
-        members = [unit.members for unit in units]
-        return UsedParameters(self.module, zip(modules, members, strict=True), self.mesh.get_group("dp"), self.device)
-
-    def _before_member(self, *_: Any) -> None:
-        """Gather what the root holds for a call from outside a step, such as a callback's."""
-        if not self._running:
-            gather(self.root)
-
-    @property
-    def _composes_units(self) -> bool:
-        """Whether the data axis works unit by unit; plain replication does it whole, which is faster."""
-        plain = not self._policy.shards and self.layout.tp == 1 and not self._steps_inside
-        return self.layout.data_parallel_size > 1 and not plain
-
-    def _apply_data_axis(self, module: nn.Module, casts_inputs: bool) -> None:
-        precision = UnitPrecision(self._parameter_dtype, casts_inputs)
-        apply_data_axis(module, self.mesh, self._policy, precision)
-
-    def _equalize(self, tensors: list[Tensor]) -> None:
-        """Give every rank the tensors of the first, as if one process had made them."""
-        unique = list({id(tensor): tensor.detach() for tensor in tensors}.values())
-        for axis in _REPLICA_AXES:
-            group = self.mesh.get_group(axis)
-            if group.size() > 1 and unique:
-                dist._broadcast_coalesced(group, unique, _BROADCAST_BYTES, 0)
 
 
 def engine_of(module: nn.Module) -> ParallelEngine | None:
@@ -284,7 +215,3 @@ def engine_of(module: nn.Module) -> ParallelEngine | None:
 
 def _modules_with_parameters(root: nn.Module) -> list[nn.Module]:
     return [module for module in root.modules() if module._parameters]
-
-
-def _own_tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]

@@ -21,29 +21,37 @@ from lightning_par.data_parallel.apply import (
     UnitPrecision,
     apply_data_axis,
     defer_gradient_sync,
+    defer_reduction,
     gather,
     make_root,
+    reduce_now,
     release_gathered,
+    set_last_micro_batch,
     wrap_whole,
 )
 from lightning_par.data_parallel.policy import ZERO_POLICIES, ZeroPolicy
-from lightning_par.data_parallel.scalars import average_scalar_gradients, scalar_parameters
 from lightning_par.data_parallel.units import Unit, find_units
 from lightning_par.data_parallel.unused import UsedParameters
+from lightning_par.data_parallel.whole import Place, average_whole_gradients, places_in_several, whole_parameters
 
 __all__ = [
     "ZERO_POLICIES",
+    "Place",
     "Unit",
     "UnitPrecision",
     "UsedParameters",
     "ZeroPolicy",
     "apply_data_axis",
-    "average_scalar_gradients",
+    "average_whole_gradients",
     "defer_gradient_sync",
+    "defer_reduction",
     "find_units",
     "gather",
     "make_root",
+    "places_in_several",
+    "reduce_now",
     "release_gathered",
-    "scalar_parameters",
+    "set_last_micro_batch",
+    "whole_parameters",
     "wrap_whole",
 ]

@@ -17,15 +17,17 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_par.data_parallel.policy import ZeroPolicy
-from lightning_par.data_parallel.scalars import scalar_parameters
 
 __all__ = [
     "UnitPrecision",
     "apply_data_axis",
     "defer_gradient_sync",
+    "defer_reduction",
     "gather",
     "make_root",
+    "reduce_now",
     "release_gathered",
+    "set_last_micro_batch",
     "wrap_whole",
 ]
 
@@ -48,7 +50,9 @@ class UnitPrecision:
     casts_inputs: bool = True
 
 
-def apply_data_axis(module: nn.Module, mesh: DeviceMesh, policy: ZeroPolicy, precision: UnitPrecision) -> None:
+def apply_data_axis(
+    module: nn.Module, mesh: DeviceMesh, policy: ZeroPolicy, precision: UnitPrecision, whole: set[nn.Parameter]
+) -> None:
     """Shard or replicate one unit in place. Call it on inner units first.
 
     Args:
@@ -56,13 +60,14 @@ def apply_data_axis(module: nn.Module, mesh: DeviceMesh, policy: ZeroPolicy, pre
         mesh: The root mesh with the axes ``dp_replicate`` and ``dp_shard``.
         policy: The ZeRO stage.
         precision: Data types of the unit.
+        whole: Parameters to leave alone.
     """
     mixed = MixedPrecisionPolicy(
         param_dtype=precision.parameters,
         reduce_dtype=_sum_dtype(module),
         cast_forward_inputs=precision.casts_inputs,
     )
-    options: dict[str, Any] = {"mp_policy": mixed, "ignored_params": scalar_parameters(module)}
+    options: dict[str, Any] = {"mp_policy": mixed, "ignored_params": whole}
     if policy.shards:
         fully_shard(module, mesh=_shard_mesh(mesh), reshard_after_forward=policy.frees_after_use, **options)
     else:
@@ -100,11 +105,11 @@ def defer_gradient_sync(root: nn.Module, policy: ZeroPolicy) -> Iterator[None]:
         with root.no_sync():
             yield
         return
-    _set_last_micro_batch(root, policy, last=False)
+    set_last_micro_batch(root, policy, last=False)
     try:
         yield
     finally:
-        _set_last_micro_batch(root, policy, last=True)
+        set_last_micro_batch(root, policy, last=True)
 
 
 def make_root(module: nn.Module) -> None:
@@ -128,7 +133,8 @@ def release_gathered(root: nn.Module) -> None:
             module.reshard()
 
 
-def _set_last_micro_batch(root: nn.Module, policy: ZeroPolicy, last: bool) -> None:
+def set_last_micro_batch(root: nn.Module, policy: ZeroPolicy, last: bool) -> None:
+    """Say whether the next backward is the last of its window, if ``root`` is composed of units."""
     if not isinstance(root, FSDPModule):
         return
     if not policy.reduces_each_micro_batch:
@@ -137,6 +143,31 @@ def _set_last_micro_batch(root: nn.Module, policy: ZeroPolicy, last: bool) -> No
     root.set_requires_all_reduce(last)
     if policy.shards and not policy.frees_after_use:
         root.set_reshard_after_backward(last)
+
+
+def defer_reduction(root: nn.Module) -> None:
+    """Keep parameters gathered and gradients whole until :func:`reduce_now`.
+
+    For backwards that come in halves: the one for weights fires no hook that could reduce them.
+    """
+    if isinstance(root, FSDPModule):
+        root.set_is_last_backward(False)
+        root.set_reshard_after_backward(False)
+        root.set_requires_gradient_sync(False)
+
+
+def reduce_now(root: nn.Module) -> None:
+    """Reduce the gradients that :func:`defer_reduction` has kept, and free what was gathered."""
+    if not isinstance(root, FSDPModule):
+        return
+    root.set_is_last_backward(True)
+    root.set_reshard_after_backward(True)
+    root.set_requires_gradient_sync(True)
+    root_state = root._get_fsdp_state()
+    for state in root_state._state_ctx.all_states:
+        for group in state._fsdp_param_groups:
+            group.post_backward()
+    root_state._root_post_backward_final_callback()
 
 
 def _sum_dtype(module: nn.Module) -> torch.dtype:

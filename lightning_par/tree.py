@@ -1,0 +1,205 @@
+"""One tree of modules that is called as a whole, laid out over the ranks: a module, or a pipeline stage of one.
+
+The order of parallelisms is in one place (:meth:`Tree._prepare`): a unit's parameters are created and made equal on all
+ranks, then split over ``tp``, then its activations are checkpointed, then it is sharded or replicated over the data
+axes. Units come inner before outer, so no rank ever holds more than its share and one whole unit on its device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_par.activation_checkpointing import Checkpointing, checkpoint_activations
+from lightning_par.data_parallel import (
+    Place,
+    Unit,
+    UnitPrecision,
+    UsedParameters,
+    ZeroPolicy,
+    apply_data_axis,
+    defer_gradient_sync,
+    find_units,
+    gather,
+    make_root,
+    release_gathered,
+    whole_parameters,
+    wrap_whole,
+)
+from lightning_par.layout import ParallelLayout
+from lightning_par.materialize import materialize
+from lightning_par.tensor_parallel import apply_plan
+from lightning_par.ties import find_ties, restore_ties
+
+__all__ = ["Settings", "StepModule", "Tree", "equalize"]
+
+_REPLICA_AXES = ("dp_replicate", "dp_shard", "tp")
+_BROADCAST_BYTES = 64 * 2**20
+"""Tensors are sent together in buckets of this size."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a tree is laid out.
+
+    Attributes:
+        layout: The degrees.
+        mesh: The mesh made by the layout.
+        device: This rank's device.
+        policy: The ZeRO stage.
+        plan: Module name -> tensor-parallel style, empty without a tensor axis.
+        parameter_dtype: Type that sharded parameters are gathered and used in, ``None`` for their own.
+        find_unused_parameters: Whether to cope with parameters that a step does not use.
+        steps_inside: Whether the user's step runs backward and steps optimizers itself.
+        activation_checkpointing: What blocks keep for their backward.
+    """
+
+    layout: ParallelLayout
+    mesh: DeviceMesh
+    device: torch.device
+    policy: ZeroPolicy
+    plan: Mapping[str, Any]
+    parameter_dtype: torch.dtype | None = None
+    find_unused_parameters: bool = True
+    steps_inside: bool = False
+    activation_checkpointing: Checkpointing = False
+
+    @property
+    def composes_units(self) -> bool:
+        """Whether the data axis works unit by unit; plain replication does it whole, which is faster."""
+        alone = self.layout.tp == self.layout.pp == 1
+        plain = not self.policy.shards and alone and not self.steps_inside
+        return self.layout.data_parallel_size > 1 and not plain
+
+
+class StepModule(nn.Module):
+    """The root of everything that wraps: its forward calls one method of the user's module.
+
+    So wrappers see a step as an ordinary forward, whatever the step is called, and the user's module needs none.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call ``module.<method>(*args, **kwargs)``."""
+        return getattr(self.module, method)(*args, **kwargs)
+
+
+class Tree:
+    """A tree laid out.
+
+    Args:
+        step_module: The tree's root, with the user's module (or a stage's copy of it) as its ``module``.
+        settings: How.
+        shared: Where parameters are registered that other trees hold too; they stay outside of the data axis.
+    """
+
+    def __init__(self, step_module: Any, settings: Settings, shared: Collection[Place]) -> None:
+        self.step_module = step_module
+        self.root: nn.Module = step_module
+        self.module: nn.Module = step_module.module
+        self.is_running = False
+        self._settings = settings
+        self._shared = shared
+        self._ties = find_ties(self.module)
+        units = find_units(self.module, split_children=settings.steps_inside)
+        for unit in units:
+            self._prepare(unit)
+        self._wrap_root(units[-1])
+        self.used = self._watch_use(units) if settings.find_unused_parameters else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the root through its wrappers."""
+        self.is_running = True
+        try:
+            # Evaluation needs no gradients reduced, and ranks may make different numbers of steps in it.
+            root = self.root if torch.is_grad_enabled() else self.step_module
+            return root(*args, **kwargs)
+        finally:
+            self.is_running = False
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Context of a micro-batch that is not the last of its accumulation window."""
+        return defer_gradient_sync(self.root, self._settings.policy)
+
+    def release(self) -> None:
+        """Free gathered copies of parameters, so that the module shows its shards."""
+        release_gathered(self.root)
+
+    def gather_again(self) -> None:
+        """Inside a step, what the root holds must stay usable: blocks gather themselves, the root only on entry."""
+        if self._settings.steps_inside and self.is_running:
+            gather(self.root)
+
+    def _prepare(self, unit: Unit) -> None:
+        """Create, equalise, split and shard one unit: the fixed order of parallelisms."""
+        settings = self._settings
+        materialize(self.module, unit.members, settings.device)
+        restore_ties(self._ties)
+        unit.module.to(settings.device)
+        equalize([tensor for _, member in unit.members for tensor in _own_tensors(member)], settings.mesh)
+        if settings.plan:
+            names = [name for name, _ in unit.members]
+            apply_plan(self.module, settings.plan, settings.mesh["tp"], members=names)
+        if unit.module is self.module:
+            return
+        checkpoint_activations(unit.module, settings.activation_checkpointing)
+        if settings.composes_units:
+            self._apply_data_axis(unit.module, casts_inputs=True)
+
+    def _wrap_root(self, unit: Unit) -> None:
+        settings = self._settings
+        if settings.layout.data_parallel_size == 1:
+            return
+        if not settings.composes_units:
+            self.root = wrap_whole(self.step_module, settings.mesh, settings.find_unused_parameters)
+            return
+        # The root sees the user's batch as it is: targets keep their precision.
+        self._apply_data_axis(self.step_module, casts_inputs=False)
+        make_root(self.step_module)
+        for _, member in unit.members:
+            member.register_forward_pre_hook(self._before_member)
+
+    def _watch_use(self, units: list[Unit]) -> UsedParameters | None:
+        settings = self._settings
+        if not settings.composes_units or not UsedParameters.is_supported():
+            return None
+        modules = [self.step_module if unit.module is self.module else unit.module for unit in units]
+        watched = zip(modules, [unit.members for unit in units], strict=True)
+        return UsedParameters(self.module, watched, settings.mesh.get_group("dp"), settings.device)
+
+    def _before_member(self, *_: Any) -> None:
+        """Gather what the root holds for a call from outside a step, such as a callback's."""
+        if not self.is_running:
+            gather(self.root)
+
+    def _apply_data_axis(self, module: nn.Module, casts_inputs: bool) -> None:
+        settings = self._settings
+        precision = UnitPrecision(settings.parameter_dtype, casts_inputs)
+        whole = set(whole_parameters(module, self._shared))
+        apply_data_axis(module, settings.mesh, settings.policy, precision, whole)
+
+
+def equalize(tensors: list[Tensor], mesh: DeviceMesh) -> None:
+    """Give every rank of a replica axis the tensors of the first, as if one process had made them. A collective."""
+    unique = list({id(tensor): tensor.detach() for tensor in tensors}.values())
+    for axis in _REPLICA_AXES:
+        group = mesh.get_group(axis)
+        if group.size() > 1 and unique:
+            dist._broadcast_coalesced(group, unique, _BROADCAST_BYTES, 0)
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
