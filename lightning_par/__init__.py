@@ -7,11 +7,11 @@ Importing the package registers the names ``par_dp``, ``par_tp``, ``par_zero1``,
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_par.layout import ParallelLayout
-from lightning_par.trainer import DPStrategy, HybridStrategy, TPStrategy, ZeROStrategy
+from lightning_par.trainer import DPStrategy, HybridStrategy, PPStrategy, TPStrategy, ZeROStrategy
 
-__all__ = ["DPStrategy", "HybridStrategy", "ParallelLayout", "TPStrategy", "ZeROStrategy"]
+__all__ = ["DPStrategy", "HybridStrategy", "PPStrategy", "ParallelLayout", "TPStrategy", "ZeROStrategy"]
 
 __version__ = "0.1.0"
 
-for _strategy in (DPStrategy, TPStrategy, ZeROStrategy):
+for _strategy in (DPStrategy, PPStrategy, TPStrategy, ZeROStrategy):
     _strategy.register_strategies(StrategyRegistry)

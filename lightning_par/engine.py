@@ -24,8 +24,10 @@ from lightning_par.data_parallel import (
     places_in_several,
     whole_parameters,
 )
+from lightning_par.gradients import NormScope
 from lightning_par.layout import ParallelLayout
 from lightning_par.materialize import check_can_materialize
+from lightning_par.model_state import count_parameters
 from lightning_par.restore import Footprint
 from lightning_par.tensor_parallel import check_plan, check_replicated_gradients, resolve_plan
 from lightning_par.tree import Settings, StepModule, Tree, equalize
@@ -88,6 +90,7 @@ class ParallelEngine:
         self.mesh = mesh
         self.device = device
         self.zero_stage = zero_stage
+        self.num_parameters = count_parameters(module.parameters())
         policy = ZERO_POLICIES[zero_stage]
         plan = resolve_plan(module, tensor_parallel_plan) if layout.tp > 1 else {}
         check_plan(module, plan, layout.tp)
@@ -103,6 +106,7 @@ class ParallelEngine:
             steps_inside=steps_inside,
             activation_checkpointing=activation_checkpointing,
         )
+        self.norm_scope = NormScope(device=device)
         self._is_last_micro_batch = True
         self._checks_gradients = layout.tp > 1
         roots = self._split()
@@ -117,6 +121,11 @@ class ParallelEngine:
     def _split(self) -> list[Any]:
         """Cut the module into the trees that this rank calls."""
         return [StepModule(self.module)]
+
+    @property
+    def trees(self) -> list[Tree]:
+        """The trees that this rank calls."""
+        return self._trees
 
     def still_holds(self, module: nn.Module, mesh: DeviceMesh | None) -> bool:
         """Whether ``module`` is as this engine laid it out on ``mesh``."""

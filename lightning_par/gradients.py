@@ -9,14 +9,30 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["clip_by_norm_", "clip_by_value_", "local", "total_norm"]
+__all__ = ["NormScope", "clip_by_norm_", "clip_by_value_", "local", "total_norm"]
+
+
+@dataclass(frozen=True)
+class NormScope:
+    """Ranks that hold different parameters, and what to leave out so that nothing counts twice.
+
+    Attributes:
+        group: The ranks (the ``pp`` axis), ``None`` if all hold the same parameters.
+        counted_elsewhere: This rank's parameters that another rank of the group counts.
+        device: This rank's device.
+    """
+
+    group: dist.ProcessGroup | None = None
+    counted_elsewhere: Collection[Tensor] = ()
+    device: torch.device = torch.device("cpu")
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -25,34 +41,38 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0, scope: NormScope = NormScope()) -> Tensor:
     """Norm of all gradients together, equal on every rank and to that of one process.
 
     Args:
         parameters: Parameters whose ``.grad`` counts; those without one are skipped. Each rank gives its own.
         norm_type: Order of the norm, ``math.inf`` for the largest absolute value.
+        scope: Further ranks whose parameters count.
 
     Returns:
         Scalar float64 tensor on the gradients' device.
     """
     shares: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    elsewhere = {id(parameter) for parameter in scope.counted_elsewhere}
     for parameter in parameters:
-        if parameter.grad is not None:
+        if parameter.grad is not None and id(parameter) not in elsewhere:
             shares[_sharding_groups(parameter)].append(local(parameter.grad))
-    if not shares:
-        return torch.zeros((), dtype=torch.float64)
-    return _combine([_sum_over_ranks(group, grads, norm_type) for group, grads in shares.items()], norm_type)
+    norms = [_over_ranks(_norms(grads, norm_type), groups, norm_type) for groups, grads in shares.items()]
+    norm = _combine(norms, norm_type) if norms else torch.zeros((), dtype=torch.float64, device=scope.device)
+    return norm if scope.group is None else _over_ranks(norm, [scope.group], norm_type)
 
 
 @torch.no_grad()
-def clip_by_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_by_norm_(
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, scope: NormScope = NormScope()
+) -> Tensor:
     """Scale gradients in place so that their total norm is at most ``max_norm``.
 
     Returns:
         The total norm before clipping, as :func:`total_norm` gives it.
     """
     parameters = list(parameters)
-    norm = total_norm(parameters, norm_type)
+    norm = total_norm(parameters, norm_type, scope)
     # The same factor as torch.nn.utils.clip_grad_norm_, so that results equal one process.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grad in _local_grads(parameters):
@@ -82,9 +102,12 @@ def _sharding_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
     )
 
 
-def _sum_over_ranks(groups: tuple[dist.ProcessGroup, ...], grads: list[Tensor], norm_type: float) -> Tensor:
-    """Norm of ``grads`` and their peers' on the ranks of ``groups``."""
-    norm = _combine([_norm(grad, norm_type) for grad in grads], norm_type)
+def _norms(grads: list[Tensor], norm_type: float) -> Tensor:
+    return _combine([_norm(grad, norm_type) for grad in grads], norm_type)
+
+
+def _over_ranks(norm: Tensor, groups: Iterable[dist.ProcessGroup], norm_type: float) -> Tensor:
+    """The norm of all ranks' parts together."""
     if math.isinf(norm_type):
         for group in groups:
             dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)

@@ -151,7 +151,7 @@ class Tree:
         unit.module.to(settings.device)
         equalize([tensor for _, member in unit.members for tensor in _own_tensors(member)], settings.mesh)
         if settings.plan:
-            names = [name for name, _ in unit.members]
+            names = [name for name, member in unit.members if any(True for _ in member.parameters())]
             apply_plan(self.module, settings.plan, settings.mesh["tp"], members=names)
         if unit.module is self.module:
             return

@@ -64,6 +64,14 @@ class StrategyConfig:
     zero_shard_size: int | None = None
     tensor_parallel_plan: Any = None  # pattern -> style; not typed, because an empty typed mapping takes no override
     find_unused_parameters: bool = True
+    activation_checkpointing: bool | str = False
+    schedule: str = "1f1b"
+    num_microbatches: int | None = None
+    num_virtual_stages: int | None = None
+    pipeline_blocks: str | None = None
+    pipeline_split: list[int] | None = None
+    pipeline_first: list[str] = field(default_factory=list)
+    pipeline_last: list[str] = field(default_factory=list)
     process_group_backend: str | None = None
     timeout: Seconds = field(default_factory=Seconds)
 

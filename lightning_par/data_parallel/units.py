@@ -28,8 +28,8 @@ class Unit:
 def find_units(root: nn.Module, split_children: bool = False) -> list[Unit]:
     """Cut ``root`` into units: each block, then the root with all that is left.
 
-    Blocks are the children of every outermost ``nn.ModuleList`` or ``nn.Sequential`` of two or more children of one
-    class that hold trainable or frozen parameters. A block that shares a parameter with something outside itself stays
+    Blocks are the children with parameters of every outermost ``nn.ModuleList`` or ``nn.Sequential`` of two or more
+    children, if those are of one class. A block that shares a parameter with something outside itself stays
     with the root, since a parameter can be gathered by one unit only. Embeddings, heads and loose parameters stay with
     the root too: models use their weights outside the module that holds them (a tied head, a fused loss), and the
     root's are there during a whole step.
@@ -68,16 +68,18 @@ def _can_be_called(module: nn.Module) -> bool:
 def _blocks(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     """The blocks below ``module``, outermost lists first, in the order of registration."""
     if _is_list_of_like_blocks(module):
-        return [(f"{prefix}{name}", child) for name, child in module.named_children()]
+        return [(f"{prefix}{name}", child) for name, child in module.named_children() if _holds_parameters(child)]
     return [block for name, child in module.named_children() for block in _blocks(child, f"{prefix}{name}.")]
 
 
 def _is_list_of_like_blocks(module: nn.Module) -> bool:
     if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
         return False
-    like = len({type(child) for child in module}) == 1
+    # Children without parameters may stand for blocks that live elsewhere.
+    blocks = [child for child in module if _holds_parameters(child)]
+    like = len({type(child) for child in blocks}) == 1
     # Composite blocks only: a stack of bare Linear layers gains nothing from a collective for each.
-    return like and all(any(True for _ in child.children()) and _holds_parameters(child) for child in module)
+    return like and all(any(True for _ in child.children()) for child in blocks)
 
 
 def _holds_parameters(module: nn.Module) -> bool:

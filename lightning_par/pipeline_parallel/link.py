@@ -8,6 +8,7 @@ lives from its receive to its use.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,7 @@ class LinkedStage(PipelineStage):
         super().__init__(_Opaque(module), stage_index, num_stages, device, group=group)
         self.stage_index_to_group_rank = dict(enumerate(rank_of_stage))
         self.has_backward = False
+        self.args_recv_info = defaultdict(tuple)  # which torch reads to see that only neighbours talk
         self._call = call
         self._steering = steering
         self._stage_meta.inputs = () if self.is_first else (None,)  # type: ignore[assignment]

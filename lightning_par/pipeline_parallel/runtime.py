@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,32 +28,28 @@ class Call:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-Stages: TypeAlias = Mapping[int, nn.Module]
-"""The root of each local stage, by its index; called with (*hidden, method=, args=, kwargs=)."""
-
-
 class Pipeline:
     """The stages of this rank and their schedule.
 
     Args:
-        stages: This rank's stages.
+        stages: This rank's stages, by their index; their parameters get the gradients.
+        run: Runs one micro-batch of a stage: (stage index, received hidden state or none, micro-batch number, call).
         num_stages: Stages in the whole pipeline.
         schedule: The order of micro-batches in training.
         group: The ``pp`` axis.
         device: This rank's device.
         steering: When each local stage's gradients are reduced, by its index.
-        before_call: Called before each micro-batch of a stage: (stage index, micro-batch).
     """
 
     def __init__(
         self,
-        stages: Stages,
+        stages: Mapping[int, nn.Module],
+        run: Callable[[int, tuple[Tensor, ...], int, Call], Any],
         num_stages: int,
         schedule: Schedule,
         group: dist.ProcessGroup,
         device: torch.device,
         steering: Mapping[int, GradientSteering],
-        before_call: Callable[[int, int], None] = lambda stage, microbatch: None,
     ) -> None:
         self._stages = stages
         self._num_stages = num_stages
@@ -61,7 +57,7 @@ class Pipeline:
         self._group = group
         self._device = device
         self._steering = steering
-        self._before_call = before_call
+        self._run = run
         self._rank_of_stage = ranks_of_stages(schedule, num_stages, group.size())
         self._links: dict[Any, list[LinkedStage]] = {}
         self._runners: dict[Any, Any] = {}
@@ -126,7 +122,7 @@ class Pipeline:
 
     def _links_for(self, shape: Any, num_microbatches: int, backward: bool) -> list[LinkedStage]:
         """The links for batches of this shape, in the order of the model."""
-        key = (shape, num_microbatches)
+        key = (shape, num_microbatches, backward)
         if key not in self._links:
             if len(self._links) >= _MAX_SHAPES:
                 self._links.pop(oldest := next(iter(self._links)))
@@ -152,16 +148,14 @@ class Pipeline:
         )
 
     def _run_stage(self, index: int, hidden: tuple[Tensor, ...], microbatch: int) -> Any:
-        self._before_call(index, microbatch)
-        call = self._calls[microbatch]
-        output = self._stages[index](*hidden, method=call.method, args=call.args, kwargs=call.kwargs)
+        output = self._run(index, hidden, microbatch, self._calls[microbatch])
         if index < self._num_stages - 1:
             return output
         self._outputs[microbatch] = _detached(output)
         return loss_of(output) if torch.is_grad_enabled() else ()
 
     def _run_schedule(self, links: list[LinkedStage], shape: Any) -> None:
-        key = (shape, len(self._calls))
+        key = (shape, len(self._calls), True)
         if key not in self._runners:
             stages = links if self._schedule.is_multi_stage else links[0]
             self._runners[key] = self._schedule.torch_class(

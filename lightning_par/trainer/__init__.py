@@ -1,6 +1,6 @@
 """The Lightning Trainer adapter: strategies over the engine, and nothing of a mechanism."""
 
-from lightning_par.trainer.presets import DPStrategy, TPStrategy, ZeROStrategy
+from lightning_par.trainer.presets import DPStrategy, PPStrategy, TPStrategy, ZeROStrategy
 from lightning_par.trainer.strategy import HybridStrategy
 
-__all__ = ["DPStrategy", "HybridStrategy", "TPStrategy", "ZeROStrategy"]
+__all__ = ["DPStrategy", "HybridStrategy", "PPStrategy", "TPStrategy", "ZeROStrategy"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,7 +18,7 @@ __all__ = ["Banner", "ClosingSummary", "ParallelProgressBar", "format_bytes"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _AXIS_WORDS = {
-    "pp": "pipeline stages",
+    "pp": "pipeline ranks",
     "dp_replicate": "replicas",
     "dp_shard": "ZeRO shards",
     "tp": "tensor parts",
@@ -34,14 +35,20 @@ def format_bytes(number: float) -> str:
 
 
 def rank_grid(strategy: HybridStrategy) -> Table:
-    """The layout as a grid: a row for each replica and shard, a column for each tensor part, ranks in the cells."""
+    """The layout as a grid, ranks in the cells.
+
+    A row is a replica and shard of one pipeline rank, a column a tensor part; each pipeline rank is headed by its
+    blocks.
+    """
     layout = strategy.layout
     grid = Table.grid(padding=(0, 2))
-    for replica in range(layout.dp_replicate):
-        for shard in range(layout.dp_shard):
-            row = (replica * layout.dp_shard + shard) * layout.tp
+    ranks = itertools.count()
+    for stage_rank in range(layout.pp):
+        if layout.pp > 1:
+            grid.add_row(f"[dim]{strategy.blocks_of(stage_rank)}[/]")
+        for replica, shard in itertools.product(range(layout.dp_replicate), range(layout.dp_shard)):
             name = f"replica {replica}" + (f", shard {shard}" if layout.dp_shard > 1 else "")
-            grid.add_row(name, *(f"[bold]{row + part}[/]" for part in range(layout.tp)))
+            grid.add_row(name, *(f"[bold]{next(ranks)}[/]" for _ in range(layout.tp)))
     return grid
 
 
@@ -60,7 +67,7 @@ class Banner(Callback):
             return
         body = Table.grid(padding=(0, 4))
         layout = strategy.layout
-        small = layout.data_parallel_size <= self.MAX_ROWS and layout.tp <= self.MAX_ROWS
+        small = layout.pp * layout.data_parallel_size <= self.MAX_ROWS and layout.tp <= self.MAX_ROWS
         body.add_row(facts, rank_grid(strategy)) if small else body.add_row(facts)
         Console().print(Panel(body, title="lightning_par", expand=False))
 
@@ -72,6 +79,8 @@ def _facts(strategy: HybridStrategy) -> Table:
     per_rank = sum(parameter.numel() for parameter in strategy.local_parameters())
     table.add_row("layout", " x ".join(degrees) or "one rank")
     table.add_row("ZeRO stage", str(strategy.zero_stage))
+    if layout.pp > 1:
+        table.add_row("schedule", strategy.schedule)
     table.add_row("ranks", f"{layout.world_size} on {strategy.root_device.type}, {strategy.process_group_backend}")
     table.add_row("parameters", f"{strategy.total_num_parameters:,} ({per_rank:,} on this rank)")
     table.add_row("model state", f"{format_bytes(strategy.expected_model_state_bytes())} a rank expected with Adam")

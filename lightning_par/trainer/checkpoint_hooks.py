@@ -25,6 +25,7 @@ from lightning_par.checkpoint import (
 )
 from lightning_par.trainer.mesh_strategy import MeshStrategy
 from lightning_par.trainer.optimizers import choose_update, forget_update
+from lightning_par.trainer.pipeline_checkpoint import StagedCheckpoint
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.types import _PATH
@@ -49,8 +50,10 @@ class CheckpointHooks(MeshStrategy):
         if self._skips_saving():
             return {}
         assert self.lightning_module is not None
+        if self.staged_checkpoint is not None:
+            return self._without_wrappers(self.staged_checkpoint.module_state())
         full = gather_full_state(self.lightning_module.state_dict(), keep=self.is_global_zero)
-        return {name.replace(_COMPILED, ""): value for name, value in full.items()}
+        return self._without_wrappers(full)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -58,6 +61,9 @@ class CheckpointHooks(MeshStrategy):
         if self._skips_saving():
             return {}
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self.staged_checkpoint is not None:
+            state = forget_update(inner, inner.state_dict())
+            return self.staged_checkpoint.optimizer_state(inner, self._number_of(inner), state)
         return gather_full_state(forget_update(inner, inner.state_dict()), keep=self.is_global_zero)
 
     @override
@@ -83,14 +89,30 @@ class CheckpointHooks(MeshStrategy):
         present = self.lightning_module.state_dict()
         names = {name.replace(_COMPILED, ""): name for name in present}
         full = {names.get(name.replace(_COMPILED, ""), name): value for name, value in checkpoint["state_dict"].items()}
+        if self.staged_checkpoint is not None:
+            full = self.staged_checkpoint.load_module_state(full)
         self.lightning_module.load_state_dict(shard_full_state(full, present), strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, full in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+        for number, (optimizer, full) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=False)):
+            if self.staged_checkpoint is not None:
+                full = self.staged_checkpoint.load_optimizer_state(optimizer, number, full)
             optimizer.load_state_dict(shard_optimizer_state(full, optimizer))
             choose_update(optimizer)
             _optimizer_to_device(optimizer, self.root_device)
+
+    @property
+    def staged_checkpoint(self) -> StagedCheckpoint | None:
+        """Saves and loads what lies on several stages; ``None`` without a pipeline."""
+        return None
+
+    def _number_of(self, optimizer: Optimizer) -> int:
+        return next(number for number, known in enumerate(self.optimizers) if known is optimizer)
+
+    @staticmethod
+    def _without_wrappers(state: dict[str, Any]) -> dict[str, Any]:
+        return {name.replace(_COMPILED, ""): value for name, value in state.items()}
 
     def _is_ordinary_file(self, path: _PATH) -> bool:
         """Whether the path is on this machine and no plugin of the user's has its own idea of saving."""

@@ -175,7 +175,8 @@ def _strategy_name(strategy: Any) -> str:
         return type(strategy).__name__
     layout = strategy.layout
     data = f"zero{strategy.zero_stage}" if strategy.zero_stage else "dp" if layout.data_parallel_size > 1 else ""
-    return "+".join(part for part in (data, "tp" if layout.tp > 1 else "") if part) or "single"
+    parts = ("pp" if layout.pp > 1 else "", data, "tp" if layout.tp > 1 else "")
+    return "+".join(part for part in parts if part) or "single"
 
 
 def _total_parameters(trainer: Trainer, module: LightningModule) -> int:

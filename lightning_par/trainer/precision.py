@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_par.gradients import clip_by_norm_, clip_by_value_, local
+from lightning_par.gradients import NormScope, clip_by_norm_, clip_by_value_, local
 
 __all__ = ["DistributedGradScaler", "connect_precision", "parameter_dtype"]
 
@@ -72,7 +72,9 @@ def _local_parameter(parameter: Tensor) -> Tensor:
     return part
 
 
-def connect_precision(plugin: Precision, device: torch.device, on_norm: Callable[[Tensor], None]) -> None:
+def connect_precision(
+    plugin: Precision, device: torch.device, on_norm: Callable[[Tensor], None], scope: Callable[[], NormScope]
+) -> None:
     """Let ``plugin`` clip and scale over all ranks.
 
     Methods are replaced on the instance, since the plugin's class name is the key of its state in checkpoints.
@@ -81,6 +83,7 @@ def connect_precision(plugin: Precision, device: torch.device, on_norm: Callable
         plugin: The plugin Lightning made for ``Trainer(precision=...)``, or the user's own.
         device: This rank's device.
         on_norm: Called with the total gradient norm before each clipping by norm.
+        scope: Whose gradients count in it.
 
     Raises:
         MisconfigurationException: If the plugin is of a kind that changes layers or scales in its own way.
@@ -92,7 +95,7 @@ def connect_precision(plugin: Precision, device: torch.device, on_norm: Callable
         )
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
-        on_norm(clip_by_norm_(plugin.main_params(optimizer), clip_val))
+        on_norm(clip_by_norm_(plugin.main_params(optimizer), clip_val, scope=scope()))
 
     def clip_grad_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
         clip_by_value_(plugin.main_params(optimizer), clip_val)

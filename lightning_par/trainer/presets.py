@@ -9,7 +9,7 @@ from typing_extensions import override
 from lightning_par.layout import AUTO, Degree
 from lightning_par.trainer.strategy import HybridStrategy
 
-__all__ = ["DPStrategy", "TPStrategy", "ZeROStrategy"]
+__all__ = ["DPStrategy", "PPStrategy", "TPStrategy", "ZeROStrategy"]
 
 
 class DPStrategy(HybridStrategy):
@@ -47,6 +47,25 @@ class TPStrategy(HybridStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register ``par_tp``."""
         strategy_registry.register("par_tp", cls, description="Tensor parallelism", override=True)
+
+
+class PPStrategy(HybridStrategy):
+    """Pipeline parallelism: the module's blocks are spread over the ranks, and micro-batches flow through them.
+
+    Args:
+        pipeline_parallel_size: Number of ranks that share the blocks.
+        data_parallel_size: Number of such pipelines.
+        **kwargs: Any other argument of :class:`HybridStrategy`.
+    """
+
+    def __init__(self, pipeline_parallel_size: Degree = AUTO, data_parallel_size: Degree = 1, **kwargs: Any) -> None:
+        super().__init__(pipeline_parallel_size=pipeline_parallel_size, data_parallel_size=data_parallel_size, **kwargs)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``par_pp``."""
+        strategy_registry.register("par_pp", cls, description="Pipeline parallelism", override=True)
 
 
 class ZeROStrategy(HybridStrategy):

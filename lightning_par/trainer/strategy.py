@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_par.activation_checkpointing import Checkpointing, check_checkpointing
 from lightning_par.communication import CommunicationCounter
 from lightning_par.engine import ParallelEngine, engine_of
 from lightning_par.gradients import local
 from lightning_par.layout import AUTO, Degree
-from lightning_par.model_state import ModelStateBytes, count_parameters, expected_state_bytes, measure_state_bytes
+from lightning_par.model_state import ModelStateBytes, expected_state_bytes, measure_state_bytes
+from lightning_par.pipelined import PipelinedEngine, PipelineOptions
 from lightning_par.process_group import rank_label
 from lightning_par.random_state import share_random_state
 from lightning_par.trainer.checkpoint_hooks import CheckpointHooks
@@ -31,6 +33,9 @@ from lightning_par.trainer.logged_keys import SameLoggedKeys
 from lightning_par.trainer.mesh_strategy import DEFAULT_TIMEOUT
 from lightning_par.trainer.metrics import sync_metrics_over
 from lightning_par.trainer.optimizers import choose_update
+from lightning_par.trainer.pipeline_checkpoint import OptimizerOrder, StagedCheckpoint, optimizer_order
+from lightning_par.trainer.pipeline_metrics import adopt_states_over
+from lightning_par.trainer.pipeline_steps import PipelineSteps, refuse_under_a_pipeline
 from lightning_par.trainer.precision import connect_precision, parameter_dtype
 
 if TYPE_CHECKING:
@@ -47,7 +52,7 @@ class HybridStrategy(CheckpointHooks):
     Args:
         data_parallel_size: Number of ranks that see different batches; ``"auto"`` is what the others leave.
         tensor_parallel_size: Number of ranks that share each planned layer.
-        pipeline_parallel_size: Number of pipeline stages; only 1 so far.
+        pipeline_parallel_size: Number of ranks that the module's blocks are spread over, or ``"auto"``.
         zero_stage: 0 replicates the model state over the data axis, 1 shards optimizer states, 2 also gradients, 3
             also parameters.
         zero_shard_size: Ranks that share one copy of the model state, ``None`` for the whole data axis.
@@ -55,6 +60,17 @@ class HybridStrategy(CheckpointHooks):
             of the module or its model.
         find_unused_parameters: Whether to cope with parameters that a step does not use, on some ranks or on all; costs
             a small reduction a step.
+        activation_checkpointing: Whether blocks compute their activations again in backward: ``True`` for all of them,
+            ``"selective"`` for all but the results of matrix products and attention.
+        schedule: Order of a pipeline's micro-batches: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``,
+            ``"looped_bfs"``, ``"interleaved_zero_bubble"``, ``"zbv"`` or ``"dualpipev"``.
+        num_microbatches: Parts that a pipeline cuts a batch into. ``None`` takes the smallest number that divides the
+            batch and is at least four times ``pipeline_parallel_size``, or the largest there is.
+        num_virtual_stages: Stages on each rank of a pipeline; ``None`` takes the schedule's own number.
+        pipeline_blocks: Dotted name of the list of blocks that is split, ``None`` to find it.
+        pipeline_split: Number of blocks of each stage, ``None`` to balance their cost.
+        pipeline_first: Names of modules that belong to the first stage although they are registered after the blocks.
+        pipeline_last: Names of modules that belong to the last stage although they are registered before the blocks.
         process_group_backend: ``"gloo"``, ``"nccl"`` ...; ``None`` chooses by device.
         timeout: How long a collective waits for a missing rank.
         accelerator: Set by the Trainer.
@@ -76,6 +92,14 @@ class HybridStrategy(CheckpointHooks):
         zero_shard_size: int | None = None,
         tensor_parallel_plan: Mapping[str, str] | None = None,
         find_unused_parameters: bool = True,
+        activation_checkpointing: Checkpointing = False,
+        schedule: str = "1f1b",
+        num_microbatches: int | None = None,
+        num_virtual_stages: int | None = None,
+        pipeline_blocks: str | None = None,
+        pipeline_split: Sequence[int] | None = None,
+        pipeline_first: Sequence[str] = (),
+        pipeline_last: Sequence[str] = (),
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         accelerator: Accelerator | None = None,
@@ -84,14 +108,21 @@ class HybridStrategy(CheckpointHooks):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        if pipeline_parallel_size != 1:
-            raise ValueError(
-                f"pipeline_parallel_size={pipeline_parallel_size!r}: pipelines are not available yet. Leave it at 1 "
-                "and use the data and tensor axes."
-            )
+        check_checkpointing(activation_checkpointing)
+        self._pipeline = PipelineOptions(
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            num_virtual_stages=num_virtual_stages,
+            blocks=pipeline_blocks,
+            split=pipeline_split,
+            first=pipeline_first,
+            last=pipeline_last,
+        )
+        self._pipeline.check()
         super().__init__(
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
             zero_stage=zero_stage,
             zero_shard_size=zero_shard_size,
             process_group_backend=process_group_backend,
@@ -105,6 +136,9 @@ class HybridStrategy(CheckpointHooks):
         self.last_gradient_norm: Tensor | None = None
         self._plan = tensor_parallel_plan
         self._find_unused_parameters = find_unused_parameters
+        self._activation_checkpointing = activation_checkpointing
+        self._pipeline_steps: PipelineSteps | None = None
+        self._optimizer_order: OptimizerOrder = []
         self._engine: ParallelEngine | None = None
         self._predict_steps_left: list[int | float] = []
         self._predict_steps_extra: list[int] = []
@@ -123,7 +157,7 @@ class HybridStrategy(CheckpointHooks):
     @property
     def total_num_parameters(self) -> int:
         """Number of parameters of the whole module, as one process counts them."""
-        return count_parameters(self.engine.parameters())
+        return self.engine.num_parameters
 
     def local_parameters(self) -> list[Tensor]:
         """This rank's part of every parameter."""
@@ -141,7 +175,31 @@ class HybridStrategy(CheckpointHooks):
         """A context that counts this rank's collectives by axis."""
         return CommunicationCounter(self.mesh)
 
+    @property
+    def schedule(self) -> str:
+        """Name of the pipeline's schedule."""
+        return self._pipeline.schedule
+
+    def blocks_of(self, pipeline_rank: int) -> str:
+        """Which blocks a rank of the pipeline holds, in words."""
+        assert isinstance(self._engine, PipelinedEngine)
+        return self._engine.blocks_of(pipeline_rank)
+
+    @property
+    def staged_checkpoint(self) -> StagedCheckpoint | None:
+        """Saves and loads what lies on several stages; ``None`` without a pipeline."""
+        if not isinstance(self._engine, PipelinedEngine):
+            return None
+        keeps = all(index == 0 for axis, index in self.coordinates.items() if axis != "pp")
+        return StagedCheckpoint(self._engine, self._optimizer_order, keeps)
+
     # Set-up
+
+    @override
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        if self._layout is not None and self._layout.pp > 1:
+            self._pipeline.check(self._layout.pp)
 
     @override
     def setup_environment(self) -> None:
@@ -162,8 +220,10 @@ class HybridStrategy(CheckpointHooks):
         assert self.lightning_module is not None
         self._refuse_unsupported()
         self.accelerator.setup(trainer)
-        connect_precision(self.precision_plugin, self.root_device, self._remember_norm)
-        self._lay_out()
+        connect_precision(
+            self.precision_plugin, self.root_device, self._remember_norm, scope=lambda: self.engine.norm_scope
+        )
+        self._lay_out(trainer)
         sync_metrics_over(self.lightning_module, self.mesh.get_group("dp"))
         share_random_state(self.mesh.get_group("tp"), self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -183,22 +243,30 @@ class HybridStrategy(CheckpointHooks):
                 "rank's own batches will do, or use a layer or group norm, which need no other rank."
             )
 
-    def _lay_out(self) -> None:
+    def _lay_out(self, trainer: Trainer) -> None:
         """Parallelise the module, or keep what an earlier fit, validate, test or predict has made of it."""
         module = self.lightning_module
         assert module is not None
         if self._engine is None or not self._engine.still_holds(module, self.mesh):
-            self._engine = ParallelEngine(
-                self.precision_plugin.convert_module(module),
-                self.layout,
-                self.mesh,
-                device=self.root_device,
-                zero_stage=self.zero_stage,
-                tensor_parallel_plan=self._plan,
-                parameter_dtype=parameter_dtype(self.precision_plugin),
-                find_unused_parameters=self._find_unused_parameters,
-                steps_inside=not module.automatic_optimization,
-            )
+            options: dict[str, Any] = {
+                "device": self.root_device,
+                "zero_stage": self.zero_stage,
+                "tensor_parallel_plan": self._plan,
+                "parameter_dtype": parameter_dtype(self.precision_plugin),
+                "find_unused_parameters": self._find_unused_parameters,
+                "steps_inside": not module.automatic_optimization,
+                "activation_checkpointing": self._activation_checkpointing,
+            }
+            module = self.precision_plugin.convert_module(module)
+            if self.layout.pp > 1:
+                refuse_under_a_pipeline(module)
+                self._optimizer_order = optimizer_order(trainer, module)
+                engine = PipelinedEngine(module, self.layout, self.mesh, options=self._pipeline, **options)
+                self._pipeline_steps = PipelineSteps(engine, module)
+                adopt_states_over(module, self.mesh.get_group("pp"), engine.last_rank, self.root_device)
+                self._engine = engine
+            else:
+                self._engine = ParallelEngine(module, self.layout, self.mesh, **options)
         self.model = self._engine.root
 
     @override
@@ -243,26 +311,63 @@ class HybridStrategy(CheckpointHooks):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._pipeline_steps is not None:
+            scale = self._loss_scale()
+            return self._pipeline_steps.train(args, scale, self.precision_plugin.train_step_context)
         with self.precision_plugin.train_step_context():
             return self.engine.run("training_step", *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._pipeline_steps is not None:
+            context = self.precision_plugin.val_step_context
+            return self._pipeline_steps.evaluate("validation_step", args, kwargs, context)
         with self.precision_plugin.val_step_context():
             return self.engine.run("validation_step", *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._pipeline_steps is not None:
+            context = self.precision_plugin.test_step_context
+            return self._pipeline_steps.evaluate("test_step", args, kwargs, context)
         with self.precision_plugin.test_step_context():
             return self.engine.run("test_step", *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            predictions = self.engine.run("predict_step", *args, **kwargs)
-            for _ in range(self._steps_owed(*args[2:3])):
-                self.engine.run("predict_step", *args, **kwargs)
+        predictions = self._predict_once(args, kwargs)
+        for _ in range(self._steps_owed(*args[2:3])):
+            self._predict_once(args, kwargs)
         return predictions
+
+    def _predict_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        context = self.precision_plugin.predict_step_context
+        if self._pipeline_steps is not None:
+            return self._pipeline_steps.evaluate("predict_step", args, kwargs, context)
+        with context():
+            return self.engine.run("predict_step", *args, **kwargs)
+
+    def _loss_scale(self) -> float:
+        """What Lightning would multiply a loss by before its backward, which a schedule runs inside the step."""
+        assert self.lightning_module is not None
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        return scale / self.lightning_module.trainer.accumulate_grad_batches
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if self._pipeline_steps is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        # The schedule has run it: what is left are the hooks, and the gradients.
+        module = self.lightning_module
+        assert module is not None
+        assert isinstance(self._engine, PipelinedEngine)
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)  # type: ignore[assignment]
+        self._engine.hand_over_gradients()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)  # type: ignore[assignment]
+        self.post_backward(closure_loss)
+        return closure_loss
 
     @override
     def on_predict_start(self) -> None:

@@ -50,7 +50,11 @@ class Layout:
 
     @property
     def data_parallel_size(self) -> int:
-        return self.world_size // self.tensor_parallel_size
+        return self.world_size // (self.tensor_parallel_size * self.pipeline_parallel_size)
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        return (self.strategy or {}).get("pipeline_parallel_size", 1)
 
     def trainer(self, **options: Any) -> Trainer:
         """A quiet Trainer on this layout's ranks."""

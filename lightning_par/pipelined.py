@@ -1,0 +1,343 @@
+"""The engine of a module that is split into pipeline stages.
+
+The user's step is the stage: every stage calls all of it on each micro-batch, enters late, at its first block, and
+leaves early, after its last (:mod:`lightning_par.pipeline_parallel.stage`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
+
+from lightning_par.data_parallel import defer_reduction, reduce_now, set_last_micro_batch
+from lightning_par.engine import ParallelEngine
+from lightning_par.gradients import NormScope
+from lightning_par.layout import ParallelLayout
+from lightning_par.pipeline_parallel.link import GradientSteering
+from lightning_par.pipeline_parallel.microbatches import batch_size_of, num_parts, split
+from lightning_par.pipeline_parallel.placement import build_stages
+from lightning_par.pipeline_parallel.runtime import Call, Pipeline
+from lightning_par.pipeline_parallel.same_batch import check_same_batch
+from lightning_par.pipeline_parallel.schedules import (
+    Schedule,
+    check_num_microbatches,
+    check_num_virtual_stages,
+    default_num_microbatches,
+    schedule_named,
+    stage_indices,
+)
+from lightning_par.pipeline_parallel.shared import Shared, SharedParameters
+from lightning_par.pipeline_parallel.split import block_costs, split_by_hand, split_evenly_by_cost
+from lightning_par.pipeline_parallel.trunk import find_trunk
+from lightning_par.random_state import share_random_state
+from lightning_par.tree import Tree
+
+__all__ = ["Context", "PipelineOptions", "PipelinedEngine"]
+
+Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
+
+_VERIFIED_BATCHES = 3
+"""How many first batches are checked for what a pipeline can't do."""
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """How a module is piped.
+
+    Attributes:
+        schedule: Name of the schedule.
+        num_microbatches: Parts that a batch is cut into; ``None`` for the default rule.
+        num_virtual_stages: Stages a rank holds; ``None`` for the schedule's own.
+        blocks: Dotted name of the list of blocks, ``None`` to find it.
+        split: Number of blocks of each stage, ``None`` to balance their cost.
+        first: Names of modules that belong to the first stage whatever their order.
+        last: Names of modules that belong to the last.
+    """
+
+    schedule: str = "1f1b"
+    num_microbatches: int | None = None
+    num_virtual_stages: int | None = None
+    blocks: str | None = None
+    split: Sequence[int] | None = None
+    first: Sequence[str] = ()
+    last: Sequence[str] = ()
+
+    def check(self, pipeline_parallel_size: int | None = None) -> None:
+        """Check what can be checked without a module.
+
+        Args:
+            pipeline_parallel_size: Number of ranks, if known.
+
+        Raises:
+            ValueError: If the schedule is unknown or does not take these numbers.
+        """
+        schedule = schedule_named(self.schedule)
+        check_num_virtual_stages(schedule, self.num_virtual_stages)
+        if self.num_microbatches is not None and pipeline_parallel_size is not None:
+            check_num_microbatches(schedule, self.num_microbatches, pipeline_parallel_size)
+
+
+class PipelinedEngine(ParallelEngine):
+    """A module laid out over the ranks of a mesh, with a pipeline axis.
+
+    Args:
+        module: The user's module.
+        layout: The degrees.
+        mesh: The mesh made by the layout.
+        options: How it is piped.
+        **kwargs: As for :class:`~lightning_par.engine.ParallelEngine`.
+
+    Raises:
+        ValueError: If the module can't be split like that.
+    """
+
+    def __init__(
+        self, module: nn.Module, layout: ParallelLayout, mesh: DeviceMesh, *, options: PipelineOptions, **kwargs: Any
+    ) -> None:
+        self.options = options
+        self.schedule: Schedule = schedule_named(options.schedule)
+        self._group = mesh.get_group("pp")
+        self._num_stages = layout.pp * check_num_virtual_stages(self.schedule, options.num_virtual_stages)
+        self._local = stage_indices(self.schedule, self._group.rank(), layout.pp, options.num_virtual_stages)
+        first_names: dict[nn.Parameter, str] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            first_names.setdefault(parameter, name)
+        self.first_name_of = {
+            name: first_names[parameter] for name, parameter in module.named_parameters(remove_duplicate=False)
+        }
+        self.state_names = list(module.state_dict())
+        if self.schedule.splits_backward:
+            # Gradients that come in halves pass by the hooks that see use; and weights must stay for their half.
+            kwargs["find_unused_parameters"] = False
+            kwargs["zero_stage"] = min(kwargs.get("zero_stage", 0), 2)
+        super().__init__(module, layout, mesh, **kwargs)
+        self._tree_of = dict(zip(self._local, self._trees, strict=True))
+        self._pipeline = Pipeline(
+            {index: tree.step_module for index, tree in self._tree_of.items()},
+            self._run_stage,
+            self._num_stages,
+            self.schedule,
+            self._group,
+            self.device,
+            {index: _Steering(self, tree) for index, tree in self._tree_of.items()},
+        )
+        self._parameters = self.parameters()
+        self._fresh: list[Tensor | None] = []
+        holders = self._find_holders()
+        self.owner_of_state = {name: ranks[0] for name, ranks in self._gather_names(list(module.state_dict())).items()}
+        self._shared = SharedParameters(holders, self._group, self.device)
+        self._shared.equalize()
+        self.norm_scope = NormScope(self._group, self._shared.owned_elsewhere(), self.device)
+        self._num_verified: dict[str, int] = {}
+        self._error: Exception | None = None
+        self._is_verifying = False
+        share_random_state(self._group, self.device)
+        share_random_state(mesh.get_group("tp"), self.device)
+        self._seeds = random.Random(int(torch.randint(2**62, ())))
+        self._batch_seed = 0
+        self._context: Context = nullcontext
+
+    def _split(self) -> list[Any]:
+        options = self.options
+        trunk = find_trunk(self.module, options.blocks)
+        if options.split is None:
+            self.ranges = split_evenly_by_cost(*block_costs(self.module, trunk), self._num_stages)
+        else:
+            self.ranges = split_by_hand(options.split, trunk.num_blocks, self._num_stages)
+        self.trunk = trunk
+        self._staged = build_stages(self.module, trunk, self.ranges, self._local, options.first, options.last)
+        return list(self._staged.stages)
+
+    def blocks_of(self, pipeline_rank: int) -> str:
+        """Which stages and blocks a rank of the pipeline holds, in words."""
+        stages = stage_indices(self.schedule, pipeline_rank, self.layout.pp, self.options.num_virtual_stages)
+        held = [f"{self.ranges[stage].start}-{self.ranges[stage].stop - 1}" for stage in stages]
+        return f"stage {', '.join(map(str, stages))}: {self.trunk.name} {', '.join(held)}"
+
+    # Steps
+
+    @property
+    def holds_last(self) -> bool:
+        """Whether this rank holds the last stage, where the step's result is."""
+        return self._pipeline.holds_last
+
+    @property
+    def last_rank(self) -> int:
+        """Rank in the pipeline that holds the last stage."""
+        return self._pipeline.last_rank
+
+    def from_last(self, content: Any) -> Any:
+        """The last stage's picklable object, on every rank of the pipeline. A collective."""
+        boxed = [content]
+        dist.broadcast_object_list(boxed, group_src=self._pipeline.last_rank, group=self._group, device=self.device)
+        return boxed[0]
+
+    def train_batch(self, args: tuple[Any, ...], loss_scale: float, context: Context = nullcontext) -> list[Any]:
+        """Forward and backward of a batch; :meth:`hand_over_gradients` then gives parameters their gradients.
+
+        Args:
+            args: Arguments of ``training_step``, the batch first.
+            loss_scale: Factor of the batch's loss before its backward.
+            context: Entered around each forward of a stage, for mixed precision.
+
+        Returns:
+            What the step returned for each micro-batch, on the ranks with the last stage; else an empty list.
+        """
+        calls = self._calls("training_step", args, {})
+        earlier = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        with self._steps("training_step", args[0], context):
+            outputs = self._pipeline.train(calls, self._shape_of(calls), loss_scale / len(calls))
+        self._fresh = [parameter.grad for parameter in self._parameters]
+        for parameter, gradient in zip(self._parameters, earlier, strict=True):
+            parameter.grad = gradient
+        return outputs
+
+    def evaluate_batch(
+        self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Context = nullcontext
+    ) -> list[Any]:
+        """Forward of a batch; arguments and result as in :meth:`train_batch`."""
+        calls = self._calls(method, args, kwargs)
+        with self._steps(method, args[0], context):
+            return self._pipeline.evaluate(calls, self._shape_of(calls))
+
+    @torch.no_grad()
+    def hand_over_gradients(self) -> None:
+        """Add the last batch's gradients to those the parameters have."""
+        for parameter, fresh in zip(self._parameters, self._fresh, strict=True):
+            if fresh is not None:
+                parameter.grad = fresh if parameter.grad is None else parameter.grad.add_(fresh)
+        self._fresh = []
+
+    def _finish_gradients(self) -> None:
+        super()._finish_gradients()
+        self._shared.sum_gradients()
+
+    def _calls(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Call]:
+        batch, *rest = args
+        parts = split(batch, self._num_parts(batch_size_of(batch)))
+        return [Call(method, (part, *rest), kwargs) for part in parts]
+
+    def _num_parts(self, batch_size: int) -> int:
+        wanted = self.options.num_microbatches
+        if wanted is None:
+            try:
+                return default_num_microbatches(self.schedule, batch_size, self.layout.pp)
+            except ValueError:  # a last batch too small for the schedule runs all forwards, then all backwards
+                return batch_size
+        return num_parts(batch_size, wanted)
+
+    @staticmethod
+    def _shape_of(calls: Sequence[Call]) -> Any:
+        leaves = [leaf for leaf in tree_leaves(calls[0].args) if isinstance(leaf, Tensor)]
+        return calls[0].method, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+
+    @contextmanager
+    def _steps(self, method: str, batch: Any, context: Context) -> Iterator[None]:
+        """Around a batch: one stream of random numbers for all stages, and a close look at the first batches."""
+        count = self._num_verified.get(method, 0)
+        self._is_verifying = count < _VERIFIED_BATCHES
+        self._num_verified[method] = count + 1
+        self._error = None
+        self._context = context
+        self._batch_seed = self._seeds.getrandbits(62)
+        for tree in self._trees:
+            tree.step_module.verify = self._is_verifying
+        if self._is_verifying:
+            check_same_batch(batch, [self._group, self.mesh.get_group("tp")], self.device)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            yield
+        if self._is_verifying:
+            self._raise_together()
+
+    def _run_stage(self, index: int, hidden: tuple[Tensor, ...], microbatch: int, call: Call) -> Any:
+        tree = self._tree_of[index]
+        seed = self._batch_seed + microbatch
+        # Up to the blocks all stages draw the same numbers; from there on each stage its own.
+        torch.manual_seed(seed)
+        tree.step_module.on_entry = lambda: torch.manual_seed(hash((seed, index)) % 2**62)
+        try:
+            with self._context():
+                return tree(*hidden, method=call.method, args=call.args, kwargs=call.kwargs)
+        except Exception as error:
+            if not self._is_verifying:
+                raise
+            # The others wait for what this stage sends. All go on to the end of the batch, and raise together.
+            self._error = self._error or error
+            return _nothing(hidden, index == self._num_stages - 1, self.device)
+
+    def _raise_together(self) -> None:
+        own = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        found: list[Any] = [own]
+        for group in (self._group, self.mesh.get_group("tp")):
+            gathered: list[Any] = [None] * group.size()
+            dist.all_gather_object(gathered, found, group=group)
+            found = [error for errors in gathered for error in errors if error is not None]
+        if self._error is not None:
+            raise self._error
+        if found:
+            raise ValueError(f"Another stage of the pipeline failed: {found[0]}")
+
+    # State
+
+    def remove(self) -> None:
+        """Take the layout off the module again, which is left whole and on the host. A collective of the mesh."""
+        super().remove()
+        self._staged.restore(self._fetch)
+
+    def _fetch(self, name: str, tensor: Tensor) -> None:
+        raise NotImplementedError
+
+    def _find_holders(self) -> list[Shared]:
+        """The parameters that more than one rank of the pipeline holds."""
+        own = dict(self.module.named_parameters(remove_duplicate=False))
+        held = {self.first_name_of[name]: parameter for name, parameter in own.items()}
+        ranks = self._gather_names(list(held))
+        order = dict.fromkeys(self.first_name_of.values())
+        return [Shared(name, tuple(ranks[name]), held.get(name)) for name in order if len(ranks.get(name, ())) > 1]
+
+    def _gather_names(self, names: list[str]) -> dict[str, list[int]]:
+        """Name -> pipeline ranks that have it. A collective."""
+        by_rank: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(by_rank, names, group=self._group)
+        found: dict[str, list[int]] = {}
+        for rank, present in enumerate(by_rank):
+            for name in present:
+                found.setdefault(name, []).append(rank)
+        return found
+
+
+class _Steering(GradientSteering):
+    """Reduces a stage's gradients as its ZeRO policy says."""
+
+    def __init__(self, engine: PipelinedEngine, tree: Tree) -> None:
+        self._engine = engine
+        self._tree = tree
+
+    def before_backward(self, is_last: bool) -> None:
+        if self._engine.schedule.splits_backward:
+            defer_reduction(self._tree.root)
+        else:
+            is_last = is_last and self._engine._is_last_micro_batch
+            set_last_micro_batch(self._tree.root, self._engine._settings.policy, is_last)
+
+    def after_all(self) -> None:
+        if self._engine.schedule.splits_backward:
+            reduce_now(self._tree.root)
+
+
+def _nothing(hidden: tuple[Tensor, ...], is_last: bool, device: torch.device) -> Any:
+    """What a stage that has failed hands on."""
+    source = hidden[0] if hidden else torch.zeros(1, device=device, requires_grad=torch.is_grad_enabled())
+    return (source * 0).sum() if is_last else source * 0

@@ -1,0 +1,104 @@
+"""One ordinary checkpoint of a module whose stages lie on different ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _configure_optimizers
+from lightning.pytorch.trainer.call import _call_lightning_module_hook
+from torch.optim import Optimizer
+
+from lightning_par.checkpoint.stages import (
+    collect_from_stages,
+    localize_optimizer_state,
+    number_optimizer_state,
+)
+from lightning_par.pipelined import PipelinedEngine
+
+__all__ = ["StagedCheckpoint", "optimizer_order"]
+
+OptimizerOrder = list[list[list[str]]]
+"""For each optimizer, for each of its groups: parameter names."""
+
+
+def optimizer_order(trainer: Trainer, module: LightningModule) -> OptimizerOrder:
+    """How one process numbers the parameters of the module's optimizers; ask before the module is split."""
+    conf = _call_lightning_module_hook(trainer, "configure_optimizers", pl_module=module)
+    optimizers = _configure_optimizers(conf)[0] if conf is not None else []
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    return [[[names[p] for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers]
+
+
+class StagedCheckpoint:
+    """Saves and loads the state of a split module.
+
+    Args:
+        engine: The engine that has split it.
+        order: Parameter names of the optimizers of one process.
+        keeps: Whether this is the first rank of its stage.
+    """
+
+    def __init__(self, engine: PipelinedEngine, order: OptimizerOrder, keeps: bool) -> None:
+        self._engine = engine
+        self._order = order
+        self._keeps = keeps
+
+    def module_state(self) -> dict[str, Any]:
+        """Full weights and buffers by global name on rank 0. A collective."""
+        engine = self._engine
+        first = engine.first_name_of
+        names = [name for name in engine.state_names if first.get(name, name) == name]
+        collected = self._collect(names, engine.module.state_dict(), engine.owner_of_state)
+        complete = {name: collected.get(first.get(name, name)) for name in engine.state_names}
+        return complete if collected else {}
+
+    def load_module_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The part of ``state`` that this rank holds.
+
+        Raises:
+            RuntimeError: On every rank, if a name is missing or unknown.
+        """
+        known = set(self._engine.state_names)
+        missing, unexpected = sorted(known - state.keys()), sorted(state.keys() - known)
+        if missing or unexpected:
+            raise RuntimeError(
+                f"The checkpoint does not fit {type(self._engine.module).__name__}: missing {missing}, unexpected "
+                f"{unexpected}."
+            )
+        return {name: state[name] for name in self._engine.module.state_dict()}
+
+    def optimizer_state(self, optimizer: Optimizer, number: int, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Full state of an optimizer on rank 0, as one process numbers it. A collective."""
+        local_names = [name for names in self.local_names(optimizer) for name in names]
+        named = {local_names[position]: entry for position, entry in state["state"].items()}
+        owners = self._owners(list(named))
+        all_names = [name for names in self._order[number] for name in names]
+        collected = self._collect(all_names, named, owners)
+        return number_optimizer_state(collected, state["param_groups"], self._order[number]) if self._is_first else {}
+
+    def load_optimizer_state(self, optimizer: Optimizer, number: int, full: Mapping[str, Any]) -> dict[str, Any]:
+        """What this rank's optimizer takes of a full state."""
+        return localize_optimizer_state(full, self._order[number], self.local_names(optimizer))
+
+    def local_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Parameter names of each group of this rank's optimizer."""
+        first = self._engine.first_name_of
+        names = {parameter: first[name] for name, parameter in self._engine.module.named_parameters()}
+        return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+    @property
+    def _is_first(self) -> bool:
+        return self._keeps and self._engine.mesh.get_group("pp").rank() == 0
+
+    def _owners(self, names: Sequence[str]) -> dict[str, int]:
+        group = self._engine.mesh.get_group("pp")
+        by_rank: list[Any] = [None] * group.size()
+        dist.all_gather_object(by_rank, names, group=group)
+        return {name: rank for rank in reversed(range(group.size())) for name in by_rank[rank]}
+
+    def _collect(self, names: Sequence[str], states: Mapping[str, Any], owners: Mapping[str, int]) -> dict[str, Any]:
+        engine = self._engine
+        return collect_from_stages(names, states, owners, engine.mesh.get_group("pp"), engine.device, keep=self._keeps)

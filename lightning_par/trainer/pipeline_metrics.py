@@ -1,0 +1,109 @@
+"""torchmetrics under a pipeline: the last stage counts, every rank computes the same value."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torchmetrics import Metric
+
+__all__ = ["adopt_states_over", "inside_a_step"]
+
+_INSIDE_A_STEP: ContextVar[bool] = ContextVar("inside_a_step", default=False)
+_HOST = torch.device("cpu")
+
+
+def adopt_states_over(module: nn.Module, group: dist.ProcessGroup, src_group_rank: int, device: torch.device) -> None:
+    """Let the metrics of ``module`` take the states of the last stage each time before they synchronise.
+
+    Only the last stage runs the user's step to its end, so only its metrics have counted. From then on, ``compute`` is
+    a collective of ``group``, whatever the metric's own settings, and gives every rank of the group the same value.
+    Inside a step, which the last stage finishes alone, it is none.
+
+    Args:
+        module: The user's module; every rank of the group must have the same metrics.
+        group: The ``pp`` axis.
+        src_group_rank: Rank in the group that holds the last stage.
+        device: This rank's device, for the group's backend.
+    """
+    for metric in module.modules():
+        if isinstance(metric, Metric):
+            # A value remembered by a stage that counts nothing would never be forgotten.
+            metric.compute_with_cache = False
+            metric._computed = None
+            vars(metric)["sync"] = _AdoptingSync(metric, _Source(group, src_group_rank, device))
+
+
+@contextmanager
+def inside_a_step() -> Iterator[None]:
+    """Around a step that only the last stage finishes: metrics synchronise among the last stages alone."""
+    token = _INSIDE_A_STEP.set(True)
+    try:
+        yield
+    finally:
+        _INSIDE_A_STEP.reset(token)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a group's states are."""
+
+    group: dist.ProcessGroup
+    rank: int
+    device: torch.device
+
+    def share(self, content: Any) -> Any:
+        """That rank's picklable object, on every rank. A collective of the group."""
+        boxed = [content]
+        dist.broadcast_object_list(boxed, group_src=self.rank, group=self.group, device=self.device)
+        return boxed[0]
+
+    @property
+    def is_here(self) -> bool:
+        return self.group.rank() == self.rank
+
+
+class _AdoptingSync:
+    """Stands for one metric's ``sync``, which ``compute`` calls even if there is nothing to synchronise."""
+
+    def __init__(self, metric: Metric, source: _Source) -> None:
+        self._metric = metric
+        self._source = source
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Adopt the last stage's states, then synchronise over the metric's own group."""
+        if self._is_collective():
+            self._adopt()
+        type(self._metric).sync(self._metric, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _AdoptingSync:
+        return _AdoptingSync(copy.deepcopy(self._metric, memo), self._source)
+
+    def _is_collective(self) -> bool:
+        # A metric's forward computes the batch's value, and says by this that it will put its own states back.
+        in_forward = not self._metric._should_unsync
+        return dist.is_initialized() and not (in_forward or self._metric._is_synced or _INSIDE_A_STEP.get())
+
+    def _adopt(self) -> None:
+        metric, source = self._metric, self._source
+        # Copies: pickle would send the whole of a tensor that the state shows a part of.
+        own = _copied(metric.metric_state, _HOST) if source.is_here else None
+        states, count = source.share((own, metric.update_count))
+        if source.is_here:
+            return
+        for name, state in states.items():
+            stays = metric.compute_on_cpu and isinstance(state, list)
+            setattr(metric, name, _copied(state, _HOST if stays else metric.device))
+        metric._update_count = count
+
+
+def _copied(states: Any, device: torch.device) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to(device, copy=True), states)

@@ -1,0 +1,77 @@
+"""Lightning's steps under a pipeline: what the last stage returns and logs reaches every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_par.pipeline_parallel.microbatches import merge
+from lightning_par.pipelined import Context, PipelinedEngine
+from lightning_par.trainer.pipeline_logging import LogRecorder, replay
+
+__all__ = ["PipelineSteps", "refuse_under_a_pipeline"]
+
+
+class PipelineSteps:
+    """Runs steps of a module that is split into stages.
+
+    Args:
+        engine: The engine.
+        module: The user's module.
+    """
+
+    def __init__(self, engine: PipelinedEngine, module: LightningModule) -> None:
+        self._engine = engine
+        self._module = module
+
+    def train(self, args: tuple[Any, ...], loss_scale: float, context: Context) -> Any:
+        """Forward and backward of a batch; what the step returned is merged over micro-batches, on every rank."""
+        with self._recorder() as recorder:
+            outputs = self._engine.train_batch(args, loss_scale, context)
+        return self._share(outputs, recorder)
+
+    def evaluate(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Context) -> Any:
+        """Forward of a batch by ``validation_step``, ``test_step`` or ``predict_step``."""
+        with self._recorder() as recorder:
+            outputs = self._engine.evaluate_batch(method, args, kwargs, context)
+        return self._share(outputs, recorder)
+
+    def _recorder(self) -> Any:
+        copies = [tree.module for tree in self._engine.trees]
+        modules = {id(module): module for module in (self._module, *copies)}
+        return LogRecorder().recording(list(modules.values()))
+
+    def _share(self, outputs: list[Any], recorder: LogRecorder) -> Any:
+        content = (_to(merge(outputs), torch.device("cpu")), recorder.take()) if self._engine.holds_last else None
+        merged, entries = self._engine.from_last(content)
+        replay(self._module, entries)
+        return _to(merged, self._engine.device)
+
+
+def refuse_under_a_pipeline(module: LightningModule) -> None:
+    """Refuse what can't be split into micro-batches and stages.
+
+    Raises:
+        MisconfigurationException: With the way out.
+    """
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"{type(module).__name__} optimizes by hand (automatic_optimization=False), but under a pipeline the "
+            "schedule runs forwards and backwards. Use automatic optimization, or pipeline_parallel_size=1."
+        )
+    if is_overridden("backward", module):
+        raise MisconfigurationException(
+            f"{type(module).__name__} overrides backward(), but under a pipeline the schedule runs backwards. Remove "
+            "the override, or use pipeline_parallel_size=1."
+        )
+
+
+def _to(content: Any, device: torch.device) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), content)
