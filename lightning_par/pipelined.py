@@ -43,7 +43,8 @@ from lightning_par.tree import Tree
 
 __all__ = ["Context", "PipelineOptions", "PipelinedEngine"]
 
-Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
+Context: TypeAlias = Callable[[bool], AbstractContextManager[Any]]
+"""Entered around each forward of a stage; told whether it is the last stage, where the step runs to its end."""
 
 _VERIFIED_BATCHES = 3
 """How many first batches are checked for what a pipeline can't do."""
@@ -144,7 +145,7 @@ class PipelinedEngine(ParallelEngine):
         share_random_state(mesh.get_group("tp"), self.device)
         self._seeds = random.Random(int(torch.randint(2**62, ())))
         self._batch_seed = 0
-        self._context: Context = nullcontext
+        self._context: Context = nullcontext  # any until the first batch
 
     def _split(self) -> list[Any]:
         options = self.options
@@ -181,13 +182,13 @@ class PipelinedEngine(ParallelEngine):
         dist.broadcast_object_list(boxed, group_src=self._pipeline.last_rank, group=self._group, device=self.device)
         return boxed[0]
 
-    def train_batch(self, args: tuple[Any, ...], loss_scale: float, context: Context = nullcontext) -> list[Any]:
+    def train_batch(self, args: tuple[Any, ...], loss_scale: float, context: Context) -> list[Any]:
         """Forward and backward of a batch; :meth:`hand_over_gradients` then gives parameters their gradients.
 
         Args:
             args: Arguments of ``training_step``, the batch first.
             loss_scale: Factor of the batch's loss before its backward.
-            context: Entered around each forward of a stage, for mixed precision.
+            context: Entered around each forward of a stage.
 
         Returns:
             What the step returned for each micro-batch, on the ranks with the last stage; else an empty list.
@@ -204,7 +205,7 @@ class PipelinedEngine(ParallelEngine):
         return outputs
 
     def evaluate_batch(
-        self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Context = nullcontext
+        self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Context
     ) -> list[Any]:
         """Forward of a batch; arguments and result as in :meth:`train_batch`."""
         calls = self._calls(method, args, kwargs)
@@ -268,7 +269,7 @@ class PipelinedEngine(ParallelEngine):
         torch.manual_seed(seed)
         tree.step_module.on_entry = lambda: torch.manual_seed(hash((seed, index)) % 2**62)
         try:
-            with self._context():
+            with self._context(index == self._num_stages - 1):
                 return tree(*hidden, method=call.method, args=call.args, kwargs=call.kwargs)
         except Exception as error:
             if not self._is_verifying:

@@ -151,8 +151,12 @@ class Pipeline:
         output = self._run(index, hidden, microbatch, self._calls[microbatch])
         if index < self._num_stages - 1:
             return output
-        self._outputs[microbatch] = _detached(output)
-        return loss_of(output) if torch.is_grad_enabled() else ()
+        if not torch.is_grad_enabled():
+            self._outputs[microbatch] = output
+            return ()
+        loss = loss_of(output).reshape(())
+        self._outputs[microbatch] = _detached({**output, "loss": loss} if isinstance(output, Mapping) else loss)
+        return loss
 
     def _run_schedule(self, links: list[LinkedStage], shape: Any) -> None:
         key = (shape, len(self._calls), True)

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
-from lightning_par.trainer.pipeline_metrics import inside_a_step
+from lightning_par.trainer.pipeline_metrics import inside_a_step, without_counting
 
 __all__ = ["LogEntry", "LogRecorder", "replay"]
 
@@ -68,6 +68,8 @@ class LogRecorder:
 
     def __init__(self) -> None:
         self._calls: dict[Any, list[_Call]] = {}
+        self._modules: Sequence[LightningModule] = ()
+        self._is_open = True
 
     @contextmanager
     def recording(self, modules: Sequence[LightningModule]) -> Iterator[LogRecorder]:
@@ -76,6 +78,7 @@ class LogRecorder:
         Nothing is raised for what can't be logged: it would stop this rank alone. :func:`replay` raises it on all.
         """
         before = [vars(module).get("log") for module in modules]
+        self._modules = modules
         try:
             for module in modules:
                 vars(module)["log"] = partial(self._record, module)
@@ -87,6 +90,19 @@ class LogRecorder:
                 if own is not None:
                     vars(module)["log"] = own
 
+    @contextmanager
+    def unfinished(self) -> Iterator[None]:
+        """Around the run of a stage that leaves the step early, on a rank that holds the last stage as well.
+
+        What it logs and counts before its blocks, the last stage logs and counts too: it is dropped here.
+        """
+        self._is_open = False
+        try:
+            with without_counting(self._modules):
+                yield
+        finally:
+            self._is_open = True
+
     def take(self) -> list[LogEntry]:
         """One entry for each key, in the order of their first appearance; the recorder is empty then.
 
@@ -97,10 +113,12 @@ class LogRecorder:
         return [_entry(of_key, names) for of_key in calls.values()]
 
     def clear(self) -> None:
-        """Drop what was recorded: a stage that is left early has logged only a part."""
+        """Drop what was recorded: without the last stage, it is only a part."""
         self._calls = {}
 
     def _record(self, module: LightningModule, /, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if not self._is_open:
+            return
         options = {**dict(zip(_OPTIONS, args, strict=False)), **kwargs}
         metric = value if isinstance(value, Metric) else None
         snapshot = _snapshot(value if metric is None else metric._forward_cache)
@@ -166,7 +184,7 @@ def _is_at(module: LightningModule, name: str, metric: Metric | None) -> bool:
 def _snapshot(value: Any) -> Any:
     """The value as it is now; what Lightning will refuse is kept in words, which can be sent."""
     if isinstance(value, Real):
-        value = torch.tensor(float(value))
+        value = torch.tensor(float(value), dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
     if isinstance(value, Tensor):
         # As Lightning keeps it: in float32 or float64.
         value = value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
@@ -206,7 +224,7 @@ def _combined(calls: Sequence[_Call], reduction: str, weights: Sequence[float]) 
     last = calls[-1].value
     values = [call.value for call in calls]
     if not all(isinstance(value, Tensor) and value.shape == last.shape for value in values):
-        return last.cpu() if isinstance(last, Tensor) else last  # Lightning will refuse it
+        return last.cpu() if isinstance(last, Tensor) else last  # nothing, or what Lightning will refuse
     stacked = torch.stack([value.to(last.device) for value in values])
     if reduction == "mean" and len(weights) == len(calls) and sum(weights) > 0:
         # A micro-batch without samples may have no value, as the mean of nothing.

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
-__all__ = ["adopt_states_over", "inside_a_step"]
+__all__ = ["adopt_states_over", "inside_a_step", "without_counting"]
 
 _INSIDE_A_STEP: ContextVar[bool] = ContextVar("inside_a_step", default=False)
 _HOST = torch.device("cpu")
+_COUNTING = ("forward", "update", "reset")
+"""Methods of a metric that change its states."""
 
 
 def adopt_states_over(module: nn.Module, group: dist.ProcessGroup, src_group_rank: int, device: torch.device) -> None:
@@ -50,6 +53,30 @@ def inside_a_step() -> Iterator[None]:
         yield
     finally:
         _INSIDE_A_STEP.reset(token)
+
+
+@contextmanager
+def without_counting(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """While open, the metrics of ``modules`` stay as they are, whatever is done to them."""
+    # Collections too: their first update looks for members with equal states, to count once for all of them.
+    kinds = (Metric, MetricCollection)
+    metrics = {id(metric): metric for module in modules for metric in module.modules() if isinstance(metric, kinds)}
+    before = [{name: vars(metric).get(name) for name in _COUNTING} for metric in metrics.values()]
+    try:
+        for metric in metrics.values():
+            vars(metric).update({name: partial(_value_of_nothing, metric) for name in _COUNTING})
+        yield
+    finally:
+        for metric, methods in zip(metrics.values(), before, strict=True):
+            for name, method in methods.items():
+                del vars(metric)[name]
+                if method is not None:
+                    vars(metric)[name] = method
+
+
+def _value_of_nothing(metric: Metric | MetricCollection, *_: Any, **__: Any) -> Any:
+    nothing = torch.tensor(torch.nan)
+    return dict.fromkeys(metric.keys(), nothing) if isinstance(metric, MetricCollection) else nothing
 
 
 @dataclass(frozen=True)

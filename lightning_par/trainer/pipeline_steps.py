@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
@@ -13,10 +15,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_par.pipeline_parallel.microbatches import merge
-from lightning_par.pipelined import Context, PipelinedEngine
+from lightning_par.pipelined import PipelinedEngine
 from lightning_par.trainer.pipeline_logging import LogRecorder, replay
 
 __all__ = ["PipelineSteps", "refuse_under_a_pipeline"]
+
+Precision: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 
 class PipelineSteps:
@@ -31,28 +35,43 @@ class PipelineSteps:
         self._engine = engine
         self._module = module
 
-    def train(self, args: tuple[Any, ...], loss_scale: float, context: Context) -> Any:
+    def train(self, args: tuple[Any, ...], loss_scale: float, context: Precision) -> Any:
         """Forward and backward of a batch; what the step returned is merged over micro-batches, on every rank."""
         with self._recorder() as recorder:
-            outputs = self._engine.train_batch(args, loss_scale, context)
+            outputs = self._engine.train_batch(args, loss_scale, partial(_around_stage, recorder, context))
         return self._share(outputs, recorder)
 
-    def evaluate(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Context) -> Any:
+    def evaluate(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Precision) -> Any:
         """Forward of a batch by ``validation_step``, ``test_step`` or ``predict_step``."""
         with self._recorder() as recorder:
-            outputs = self._engine.evaluate_batch(method, args, kwargs, context)
+            outputs = self._engine.evaluate_batch(method, args, kwargs, partial(_around_stage, recorder, context))
         return self._share(outputs, recorder)
 
     def _recorder(self) -> Any:
-        copies = [tree.module for tree in self._engine.trees]
+        copies: list[Any] = [tree.module for tree in self._engine.trees]  # with one stage a rank the module itself
         modules = {id(module): module for module in (self._module, *copies)}
         return LogRecorder().recording(list(modules.values()))
 
     def _share(self, outputs: list[Any], recorder: LogRecorder) -> Any:
-        content = (_to(merge(outputs), torch.device("cpu")), recorder.take()) if self._engine.holds_last else None
-        merged, entries = self._engine.from_last(content)
+        content: Any = None
+        if self._engine.holds_last:
+            try:
+                content = _to(merge(outputs), torch.device("cpu")), recorder.take()
+            except Exception as error:  # the other ranks wait for what comes from here
+                content = error
+        content = self._engine.from_last(content)
+        if isinstance(content, Exception):
+            raise content
+        merged, entries = content
         replay(self._module, entries)
         return _to(merged, self._engine.device)
+
+
+@contextmanager
+def _around_stage(recorder: LogRecorder, precision: Precision, is_last: bool) -> Iterator[None]:
+    """Mixed precision; and a stage that is left early logs and counts nothing."""
+    with precision(), nullcontext() if is_last else recorder.unfinished():
+        yield
 
 
 def refuse_under_a_pipeline(module: LightningModule) -> None:

@@ -257,7 +257,7 @@ class HybridStrategy(CheckpointHooks):
                 "steps_inside": not module.automatic_optimization,
                 "activation_checkpointing": self._activation_checkpointing,
             }
-            module = self.precision_plugin.convert_module(module)
+            self.precision_plugin.convert_module(module)  # in place
             if self.layout.pp > 1:
                 refuse_under_a_pipeline(module)
                 self._optimizer_order = optimizer_order(trainer, module)

@@ -89,6 +89,26 @@ def test_every_stage_computes_what_the_last_has_counted(ranks: Ranks) -> None:
     assert of_the_copy == (2.5, 0)
 
 
+def epochs_of_two_replicas() -> list[dict[str, Any]]:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    metrics = Metrics()
+    sync_metrics_over(metrics, mesh.get_group("dp"))
+    adopt_states_over(metrics, mesh.get_group("pp"), src_group_rank=0, device=CPU)
+    with inside_a_step():
+        metrics.step(**{name: values.chunk(2)[dist.get_rank()] for name, values in BATCH.items()})
+    return [metrics.values() for _ in range(2)]
+
+
+def test_replicas_synchronise_as_before(ranks: Ranks) -> None:
+    whole = Metrics()
+    whole.step(**BATCH)
+    expected = {name: value for name, value in whole.values().items() if name != "alone"}
+    for values in [values for of_rank in ranks(2, epochs_of_two_replicas) for values in of_rank]:
+        del values["alone"]  # each replica's own, as the user wants it
+        assert values == expected
+
+
 def check_batches(of_rank: list[Any]) -> int:
     dist.init_process_group("gloo")
     batch = of_rank[dist.get_rank()]

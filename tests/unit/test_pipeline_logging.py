@@ -144,6 +144,27 @@ def test_a_value_is_kept_as_it_was_when_logged() -> None:
     assert recorder.take()[0].value.item() == 1
 
 
+def test_a_stage_that_leaves_early_logs_and_counts_nothing() -> None:
+    recorder, module = LogRecorder(), Logging()
+    with recorder.recording([module]):
+        module.log("key", 1.0)
+        module.sum(2.0)
+        with recorder.unfinished():
+            module.log("key", 7.0)
+            module.log("other", 7.0)
+            assert module.sum(7.0).isnan()
+            module.sum.update(7.0)
+            module.sum.reset()
+            assert list(module.both(*VALUES.T.long())) == ["both/accuracy", "both/precision"]
+            module.both.update(*VALUES.T.long())
+        module.sum.update(3.0)
+    (entry,) = recorder.take()
+    assert (entry.name, entry.value, module.sum.compute(), module.sum.update_count) == ("key", 1.0, 5.0, 2)
+    assert not module.both._groups_checked
+    module.sum.reset()
+    assert module.sum.compute() == 0
+
+
 def test_log_is_put_back_after_an_exception_and_the_users_own_too() -> None:
     module, own = Logging(), print
     vars(module)["log"] = own
