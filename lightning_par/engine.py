@@ -37,7 +37,13 @@ from lightning_par.data_parallel import (
 from lightning_par.layout import ParallelLayout
 from lightning_par.materialize import check_can_materialize, materialize
 from lightning_par.restore import Footprint
-from lightning_par.tensor_parallel import apply_plan, check_plan, check_replicated_gradients, resolve_plan
+from lightning_par.tensor_parallel import (
+    apply_plan,
+    check_plan,
+    check_replicated_gradients,
+    explain_errors,
+    resolve_plan,
+)
 from lightning_par.ties import find_ties, restore_ties
 
 __all__ = ["ParallelEngine", "StepModule", "engine_of"]
@@ -157,7 +163,8 @@ class ParallelEngine:
         try:
             # Evaluation needs no gradients reduced, and ranks may make different numbers of steps in it.
             root = self.root if torch.is_grad_enabled() else self.step_module
-            return root(method, *args, **kwargs)
+            with explain_errors():
+                return root(method, *args, **kwargs)
         finally:
             self._running = False
 
