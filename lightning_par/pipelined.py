@@ -295,10 +295,24 @@ class PipelinedEngine(ParallelEngine):
     def remove(self) -> None:
         """Take the layout off the module again, which is left whole and on the host. A collective of the mesh."""
         super().remove()
-        self._staged.restore(self._fetch)
+        elsewhere = self._fetch_absent()
+        self._staged.restore(lambda name, tensor: tensor.copy_(elsewhere[name]))
 
-    def _fetch(self, name: str, tensor: Tensor) -> None:
-        raise NotImplementedError
+    @torch.no_grad()
+    def _fetch_absent(self) -> dict[str, Tensor]:
+        """The whole tensors that only other ranks of the pipeline hold, on the host. A collective."""
+        module = self.module
+        own = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+        absent: dict[str, Tensor] = {}
+        for name, ranks in self._gather_names(list(own)).items():
+            if len(ranks) == self._group.size():
+                continue
+            boxed = [own[name].detach() if self._group.rank() == ranks[0] else None]
+            dist.broadcast_object_list(boxed, group_src=ranks[0], group=self._group, device=self.device)
+            if name not in own:
+                assert boxed[0] is not None
+                absent[name] = boxed[0]
+        return absent
 
     def _find_holders(self) -> list[Shared]:
         """The parameters that more than one rank of the pipeline holds."""

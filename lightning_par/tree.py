@@ -35,7 +35,7 @@ from lightning_par.data_parallel import (
 )
 from lightning_par.layout import ParallelLayout
 from lightning_par.materialize import materialize
-from lightning_par.tensor_parallel import apply_plan
+from lightning_par.tensor_parallel import apply_plan, explain_errors
 from lightning_par.ties import find_ties, restore_ties
 
 __all__ = ["Settings", "StepModule", "Tree", "equalize"]
@@ -126,7 +126,8 @@ class Tree:
         try:
             # Evaluation needs no gradients reduced, and ranks may make different numbers of steps in it.
             root = self.root if torch.is_grad_enabled() else self.step_module
-            return root(*args, **kwargs)
+            with explain_errors():
+                return root(*args, **kwargs)
         finally:
             self.is_running = False
 

@@ -1,12 +1,16 @@
-"""Plain transformers for the tensor-parallel tests, written with no thought of parallelism."""
+"""Plain transformers for the tensor-parallel tests, written with no thought of parallelism, and how they are split."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_par.tensor_parallel import apply_plan, check_plan, resolve_plan
 
 VOCABULARY = 48
 HIDDEN = 32
@@ -23,7 +27,6 @@ class Options:
     head_norms: bool = False
     heads_by: str = "attribute"  # how the attention unfolds heads
     plan_head_norms: bool = True
-    norms: str = "plain"  # "sequence": the plan asks for sequence parallelism
     auxiliary: bool = False  # attention's input has a second use, computed whole on every rank
 
 
@@ -112,8 +115,6 @@ class GPT(nn.Module):
         }
         if self.options.head_norms and self.options.plan_head_norms:
             plan["blocks.*.attention.[qk]_norm"] = "replicated_with_grad_allreduce"
-        if self.options.norms == "sequence":
-            plan["blocks.*.norm?"] = "sequence_parallel"
         return plan
 
     def hidden(self, tokens: Tensor) -> Tensor:
@@ -143,3 +144,15 @@ def tokens(num_rows: int = 4, seed: int = 0) -> Tensor:
     """Token ids `[num_rows, LENGTH + 1]`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCABULARY, (num_rows, LENGTH + 1), generator=generator)
+
+
+def tp_mesh() -> DeviceMesh:
+    dist.init_process_group("gloo")
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str] | None = None) -> nn.Module:
+    resolved = resolve_plan(model, plan)
+    check_plan(model, resolved, mesh.size())
+    apply_plan(model, resolved, mesh)
+    return model

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lightning_par.tensor_parallel.axis import TensorAxis
-from lightning_par.tensor_parallel.callers import caller_forward
-from lightning_par.tensor_parallel.heads import keep_local_heads
+from lightning_par.tensor_parallel.callers import Caller
+from lightning_par.tensor_parallel.heads import keep_local_heads, owner_of
 from lightning_par.tensor_parallel.layers import LocalForward, split_parameters
-from lightning_par.tensor_parallel.owners import owner_of
-from lightning_par.tensor_parallel.sequence import scattering_layers, split_sequences
-from lightning_par.tensor_parallel.shared_weights import tie_again
 from lightning_par.tensor_parallel.styles import STYLES, Style
-from lightning_par.ties import find_ties
+from lightning_par.ties import find_ties, restore_ties
 
 __all__ = ["apply_plan"]
 
@@ -53,14 +50,12 @@ def apply_plan(
     todo = {name: style for name, style in plan.items() if name in now}
     _check_untouched(modules, todo)
     keep_local_heads(modules, todo, axis)
-    split_sequences(modules, plan, axis, now)
-    scattering = scattering_layers(modules, plan)
     ties = find_ties(module)
-    shared = [owner._parameters[name] for (owner, name), *_ in ties]
     for name, style in todo.items():
-        split_parameters(modules[name], style, axis)
-        _install(modules, name, _style_of(style, name in scattering), axis)
-    tie_again(ties, shared)
+        split_parameters(modules[name], STYLES[style], axis)
+        _install(modules, name, STYLES[style], axis)
+    # The place that was split gives the others its parameter.
+    restore_ties([sorted(tie, key=_is_whole) for tie in ties])
 
 
 def _install(modules: Mapping[str, nn.Module], name: str, style: Style, axis: TensorAxis) -> None:
@@ -68,18 +63,14 @@ def _install(modules: Mapping[str, nn.Module], name: str, style: Style, axis: Te
     if style.kind is nn.Module and not style.sums_gradients:
         return  # "replicate": nothing differs from one rank
     module = modules[name]
-    caller = caller_forward(modules[owner_of(modules, name)], axis)
-    # A head whose output is gathered, or an embedding, leaves nothing local to its caller.
-    caller.holds_heads |= style.output_is_local or (style.shard_dim == 1 and style.enter == "as_is")
-    if isinstance(caller.module, nn.TransformerEncoderLayer):
-        # Its fused path for inference reads the weights past the layers; this turns that path off.
-        caller.module.activation_relu_or_gelu = 0
-    forward = LocalForward(module, module.forward, style, axis, caller.shared)
-    module.__dict__["forward"] = forward
+    caller = Caller.of(modules[owner_of(modules, name)], axis)
+    caller.holds_heads |= style.output_is_local or style.input_is_local
+    module.__dict__["forward"] = LocalForward(module, module.forward, style, caller)
 
 
-def _style_of(name: str, scatters: bool) -> Style:
-    return replace(STYLES[name], leave="scatter") if scatters else STYLES[name]
+def _is_whole(place: tuple[nn.Module, str]) -> bool:
+    module, name = place
+    return not isinstance(module._parameters[name], DTensor)
 
 
 def _check_untouched(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> None:

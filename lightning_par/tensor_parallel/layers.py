@@ -10,31 +10,28 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from lightning_par.gradients import local
 from lightning_par.tensor_parallel import axis as exchange
 from lightning_par.tensor_parallel.axis import TensorAxis
-from lightning_par.tensor_parallel.callers import SharedInput
-from lightning_par.tensor_parallel.shared_weights import split_dim
-from lightning_par.tensor_parallel.styles import STYLES, Style
+from lightning_par.tensor_parallel.callers import Caller
+from lightning_par.tensor_parallel.styles import Style
 
-__all__ = ["SEQUENCE_DIM", "LocalForward", "split_parameters"]
-
-SEQUENCE_DIM = 1
-"""The dim of activations that `sequence_parallel` splits: `[batch, sequence, ...]`."""
+__all__ = ["LocalForward", "split_parameters"]
 
 
-def split_parameters(module: nn.Module, style_name: str, axis: TensorAxis) -> None:
+def split_parameters(module: nn.Module, style: Style, axis: TensorAxis) -> None:
     """Replace the parameters of `module` by DTensors that hold this rank's part.
 
     Every rank must hold the same whole parameters; each takes its own slice, nothing is sent.
     A parameter that is a DTensor already (the other end of a tie) is left as it is. The whole
     tensor is freed as soon as nothing else refers to it.
     """
-    if STYLES[style_name].shard_dim is None:
+    if style.shard_dim is None:
         return
     for name, whole in module._parameters.items():
         if whole is None or isinstance(whole, DTensor):
             continue
-        dim = split_dim(style_name, name)
+        dim = style.split_dim(name)
         placement = Replicate() if dim is None else Shard(dim)
         part = distribute_tensor(whole, axis.mesh, [placement], src_data_rank=None)
         parameter = nn.Parameter(part, requires_grad=whole.requires_grad)
@@ -54,8 +51,7 @@ class LocalForward:
     module: nn.Module
     forward: Callable[..., Any]
     style: Style
-    axis: TensorAxis
-    shared: SharedInput
+    caller: Caller
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer."""
@@ -65,10 +61,8 @@ class LocalForward:
         tensor, *rest = args or (kwargs.pop("input"),)
         if self.style.enter == "look_up":
             return self._look_up(tensor, *rest, **kwargs)
-        if self.style.enter == "share":
-            tensor = self.shared.enter(tensor, self.axis)
-        else:
-            tensor = exchange.split(tensor, self.axis, -1)
+        shared = self.style.enter == "share"
+        tensor = self.caller.enter(tensor) if shared else exchange.split(tensor, self.caller.axis, -1)
         return self._run((tensor, *rest), kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,61 +73,53 @@ class LocalForward:
 
     def _leave(self, output: Any, bias: Tensor | None) -> Any:
         if self.style.leave == "gather":
-            return exchange.gather(output, self.axis, -1)
+            return exchange.gather(output, self.caller.axis, -1)
         if self.style.leave == "reduce":
-            output = exchange.reduce(output, self.axis)
-        elif self.style.leave == "scatter":
-            output = exchange.reduce_scatter(output, self.axis, SEQUENCE_DIM)
-            # Each rank adds it to its part of the sequence only.
-            bias = None if bias is None else exchange.sum_gradient(bias, self.axis)
+            output = exchange.reduce(output, self.caller.axis)
         # Under autocast the output is of lower precision than the parameter.
         return output if bias is None else output + bias.to(output.dtype)
 
     def _late_bias(self) -> Tensor | None:
         """The bias of a layer whose partial outputs are summed: added once, after the sum."""
-        if self.style.leave not in ("reduce", "scatter"):
+        if self.style.leave != "reduce":
             return None
         bias = self.module._parameters.get("bias")
-        return None if bias is None else _local(bias)
+        return None if bias is None else local(bias)
 
     @contextmanager
     def _local_parameters(self) -> Iterator[None]:
         parameters = self.module._parameters
         whole = dict(parameters)
-        local: dict[str, Any] = {name: self._localize(name, p) for name, p in whole.items()}
-        parameters.update(local)
+        parts: dict[str, Any] = {name: self._localize(name, p) for name, p in whole.items()}
+        parameters.update(parts)
         try:
             yield
         finally:
             parameters.update(whole)
 
     def _localize(self, name: str, parameter: nn.Parameter | None) -> Tensor | None:
-        if parameter is None or (name == "bias" and self.style.leave in ("reduce", "scatter")):
+        if parameter is None or (name == "bias" and self.style.leave == "reduce"):
             return None
         if self.style.sums_gradients:
-            return exchange.sum_gradient(parameter, self.axis)
-        return _local(parameter)
+            return exchange.sum_gradient(parameter, self.caller.axis)
+        return local(parameter)
 
     def _look_up(self, ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Look up the token ids whose rows are here; the others' rows come from the other ranks."""
         table = self.module
         assert isinstance(table, nn.Embedding)
-        num_rows = table.num_embeddings // self.axis.size
-        row = ids - self.axis.rank * num_rows
+        num_rows = table.num_embeddings // self.caller.axis.size
+        row = ids - self.caller.axis.rank * num_rows
         # An id outside the vocabulary stays outside, so that the lookup reports it as ever.
         elsewhere = (ids >= 0) & (ids < table.num_embeddings) & ((row < 0) | (row >= num_rows))
         padding_idx = table.padding_idx
         with self._local_parameters():
             try:
-                table.padding_idx = _local_row(padding_idx, self.axis.rank * num_rows, num_rows)
+                table.padding_idx = _local_row(padding_idx, self.caller.axis.rank * num_rows, num_rows)
                 output = self.forward(row.masked_fill(elsewhere, 0), *args, **kwargs)
             finally:
                 table.padding_idx = padding_idx
         return self._leave(output.masked_fill(elsewhere.unsqueeze(-1), 0), None)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _local_row(row: int | None, first: int, num_rows: int) -> int | None:

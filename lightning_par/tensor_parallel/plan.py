@@ -16,13 +16,23 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from lightning_par.tensor_parallel.shared_weights import extend_to_ties
 from lightning_par.tensor_parallel.styles import REFUSED_STYLES, STYLES, describe_styles
-from lightning_par.tensor_parallel.suggestion import explain_missing_plan
+from lightning_par.ties import find_ties
 
 __all__ = ["resolve_plan"]
 
 _COMPILED = "_orig_mod."
+# How the partner of a planned layer is split to match: (its class, the weight's split dim) -> style.
+_PARTNER_STYLES: dict[tuple[type[nn.Module], int], str] = {
+    (nn.Embedding, 0): "embedding_rowwise",
+    (nn.Embedding, 1): "embedding_colwise",
+    (nn.Linear, 0): "colwise_gather_output",
+    (nn.Linear, 1): "rowwise_split_input",
+}
+# Last part of a layer's name, as people call the two halves of an attention or an MLP.
+_BACK_TO_STREAM = re.compile(
+    r"^(o|out|o_?proj|out_?proj|wo|proj|c_proj|dense|down|down_?proj|fc2|linear2|lin2|w2|fc_out|to_out|output)$"
+)
 
 
 @dataclass(frozen=True)
@@ -58,13 +68,13 @@ def resolve_plan(module: nn.Module, plan: Mapping[str, str] | None = None) -> di
     """
     carried = _find_plans(module, plan)
     if not carried:
-        raise ValueError(explain_missing_plan(module))
+        raise ValueError(_explain_missing_plan(module))
     expanded: dict[str, str] = {}
     for found in carried:
         expanded.update(_expand(module, found))
     if not expanded:
         raise ValueError(f"the plan of {carried[0].source} names no module of this model")
-    expanded = extend_to_ties(module, expanded)
+    expanded = _extend_to_ties(module, expanded)
     return {name: expanded[name] for name, _ in module.named_modules() if name in expanded}
 
 
@@ -153,9 +163,87 @@ def _explain_unknown_name(carrier: nn.Module, pattern: str, names: Mapping[str, 
     near = difflib.get_close_matches(pattern, sorted(generic), n=3, cutoff=0.5)
     # A plan written relative to an inner module lacks the beginning of the name.
     near = near or sorted(name for name in generic if name.endswith(f".{pattern}"))[:3]
-    hint = f"nearest names: {', '.join(near)}" if near else f"its children: {', '.join(_top(carrier))}"
+    hint = f"nearest names: {', '.join(near)}" if near else f"its children: {', '.join(dict(carrier.named_children()))}"
     return f"{source}: {pattern!r} names no module of {type(carrier).__name__}; {hint}"
 
 
-def _top(module: nn.Module) -> list[str]:
-    return [name for name, _ in module.named_children()]
+def _extend_to_ties(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Plan the unplanned partner of a planned embedding or head.
+
+    Only where the partner is an embedding, or a linear layer tied to an embedding: those see whole
+    activations. Any other tie of a planned to an unplanned layer is left for `check_plan`.
+    """
+    extended = dict(plan)
+    names = {id(m): name for name, m in module.named_modules()}
+    for tie in find_ties(module):
+        dims = {STYLES[plan.get(names[id(m)], "replicate")].split_dim(parameter) for m, parameter in tie} - {None}
+        has_embedding = any(isinstance(m, nn.Embedding) for m, _ in tie)
+        if len(dims) != 1 or not has_embedding:
+            continue
+        (dim,) = dims
+        for partner, _ in tie:
+            for (kind, kind_dim), style in _PARTNER_STYLES.items():
+                if isinstance(partner, kind) and kind_dim == dim:
+                    extended.setdefault(names[id(partner)], style)
+    return extended
+
+
+def _explain_missing_plan(module: nn.Module) -> str:
+    """The message for a module without a plan.
+
+    It lists the linear layers of one block of the longest list of like blocks, and a plan guessed
+    from their names and shapes, with embedding and head, to paste and correct.
+    """
+    list_name, blocks = _longest_list(module)
+    layers = {
+        name: layer for name, layer in (blocks[0] if blocks else module).named_modules() if isinstance(layer, nn.Linear)
+    }
+    where = f"each block of {list_name!r} ({len(blocks)} of {type(blocks[0]).__name__})" if blocks else "it"
+    prefix = f"{list_name}.*." if blocks else ""
+    listing = "".join(f"\n  {name}: {layer.in_features} -> {layer.out_features}" for name, layer in layers.items())
+    entries = {f"{prefix}{name}": _guess(name, layer) for name, layer in layers.items()}
+    entries = {**entries, **_ends(module, blocks)} if blocks else entries
+    plan = "".join(f'\n    "{name}": "{style}",' for name, style in entries.items())
+    return (
+        f"tensor parallelism needs a plan, and neither the arguments nor {type(module).__name__} nor "
+        f"a module in it has one. The linear layers of {where}:{listing or ' none'}\n"
+        "Give the module an attribute tp_plan, or pass one as tensor_parallel_plan; "
+        f"a first guess to check against the forward pass:\n  tp_plan = {{{plan}\n  }}"
+    )
+
+
+def _longest_list(module: nn.Module) -> tuple[str, list[nn.Module]]:
+    """Name and members of the longest ModuleList or Sequential whose members are of one class."""
+    best: tuple[str, list[nn.Module]] = ("", [])
+    for name, candidate in module.named_modules():
+        members = list(candidate.children())
+        if (
+            isinstance(candidate, (nn.ModuleList, nn.Sequential))
+            and len({type(member) for member in members}) == 1
+            and any(isinstance(layer, nn.Linear) for layer in members[0].modules())
+            and len(members) > len(best[1])
+        ):
+            best = (name, members)
+    return best
+
+
+def _guess(name: str, layer: nn.Linear) -> str:
+    if _BACK_TO_STREAM.match(name.rpartition(".")[2]) or layer.in_features > layer.out_features:
+        return "rowwise"
+    return "colwise"
+
+
+def _ends(module: nn.Module, blocks: list[nn.Module]) -> dict[str, str]:
+    """The widest embedding, and a linear layer outside the blocks as wide as its vocabulary."""
+    inside = {id(part) for block in blocks for part in block.modules()}
+    outside = [(name, part) for name, part in module.named_modules() if id(part) not in inside]
+    tables = [(name, part) for name, part in outside if isinstance(part, nn.Embedding)]
+    if not tables:
+        return {}
+    name, table = max(tables, key=lambda entry: entry[1].num_embeddings)
+    heads = {
+        head: "colwise_gather_output"
+        for head, part in outside
+        if isinstance(part, nn.Linear) and part.out_features == table.num_embeddings
+    }
+    return {name: "embedding_rowwise", **heads}

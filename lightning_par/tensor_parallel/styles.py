@@ -14,7 +14,7 @@ from torch import nn
 __all__ = ["REFUSED_STYLES", "STYLES", "Style", "describe_styles"]
 
 Enter = Literal["as_is", "share", "split", "look_up"]
-Leave = Literal["as_is", "gather", "reduce", "scatter"]
+Leave = Literal["as_is", "gather", "reduce"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,7 @@ class Style:
             "split": whole, this rank takes its slice of the last dim; "look_up": token ids, those
             of other ranks' rows are masked; "as_is": nothing.
         leave: what happens to the output. "gather": slices of the last dim are joined; "reduce":
-            partial results are summed; "scatter": as reduce, each rank keeping its part of the
-            sequence; "as_is": nothing.
+            partial results are summed; "as_is": nothing.
         sums_gradients: whether whole parameters see a part of the work on each rank, so that their
             gradients must be summed.
     """
@@ -46,6 +45,16 @@ class Style:
     def output_is_local(self) -> bool:
         """Whether each rank is left with its own slice of the output features."""
         return self.shard_dim is not None and self.leave == "as_is"
+
+    @property
+    def input_is_local(self) -> bool:
+        """Whether each rank brings its own slice of the input features."""
+        return self.enter == "as_is" and self.leave == "reduce"
+
+    def split_dim(self, parameter_name: str) -> int | None:
+        """The dim of a parameter that is split over the axis, None if it stays whole."""
+        # A bias has output features only: split with them, or whole.
+        return None if parameter_name == "bias" and self.shard_dim == 1 else self.shard_dim
 
 
 _GATHERED_HEAD = Style(
@@ -99,12 +108,6 @@ STYLES: dict[str, Style] = {
         nn.Module,
         sums_gradients=True,
     ),
-    "sequence_parallel": Style(
-        "norm or dropout inside the blocks that works on this rank's part of the sequence; "
-        "between the blocks' matrix products activations are split along dim 1",
-        nn.Module,
-        sums_gradients=True,
-    ),
     "replicate": Style("kept whole on every rank, computing the same", nn.Module),
 }
 
@@ -128,6 +131,10 @@ REFUSED_STYLES: dict[str, str] = {
     "mla_kv_a_proj": (
         "multi-head latent attention is not split over the tensor axis yet; "
         "leave the attention out of the plan and split the MLPs"
+    ),
+    "sequence_parallel": (
+        "the sequence is not split over the tensor axis; leave norms and dropouts out of the plan (every rank then "
+        "works on whole sequences), and split the linear layers between them as 'colwise' and 'rowwise'"
     ),
     "local_params": f"loose parameters of a module cannot be split; {_LEAVE_OUT}",
 }

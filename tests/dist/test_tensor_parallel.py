@@ -17,28 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_par.communication import CommunicationCounter
-from lightning_par.tensor_parallel import (
-    apply_plan,
-    check_plan,
-    check_replicated_gradients,
-    resolve_plan,
-)
+from lightning_par.tensor_parallel import check_replicated_gradients
 from tests.dist.ranks import Ranks
-from tests.tensor_parallel_models import GPT, HIDDEN, LENGTH, Options, Wrapper, tokens
+from tests.tensor_parallel_models import GPT, HIDDEN, LENGTH, VOCABULARY, Options, Wrapper, parallelize, tokens, tp_mesh
 
 TOLERANCE = 1e-5
-
-
-def tp_mesh() -> DeviceMesh:
-    dist.init_process_group("gloo")
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-
-
-def parallelize(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str] | None = None) -> nn.Module:
-    resolved = resolve_plan(model, plan)
-    check_plan(model, resolved, mesh.size())
-    apply_plan(model, resolved, mesh)
-    return model
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -92,29 +75,24 @@ def gpt_equals_one_process(options: Options) -> None:
     assert_parity(lambda: Wrapper(GPT(options)), tp_mesh())
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(
-    "options",
+    ("world_size", "options"),
     [
-        Options(),
-        Options(tied=True),
-        Options(kv_heads=4, head_norms=True, auxiliary=True),
-        Options(norms="sequence", tied=True, head_norms=True, auxiliary=True),
+        (2, Options()),
+        (2, Options(tied=True)),
+        (2, Options(kv_heads=2, head_norms=True, auxiliary=True)),
+        (4, Options(tied=True, head_norms=True, auxiliary=True)),
     ],
-    ids=["untied", "tied", "head norms", "sequence"],
+    ids=["untied", "tied", "grouped queries", "four ranks"],
 )
 def test_gpt_equals_one_process(ranks: Ranks, world_size: int, options: Options) -> None:
     ranks(world_size, gpt_equals_one_process, options)
 
 
-def test_grouped_queries_equal_one_process(ranks: Ranks) -> None:
-    ranks(2, gpt_equals_one_process, Options(kv_heads=2))
-
-
 # ----- Hugging Face models with the plan they carry -----
 
 
-def hugging_face_equals_one_process(name: str, extra: dict[str, Any], more_plan: dict[str, str] | None = None) -> None:
+def hugging_face_equals_one_process(name: str, extra: dict[str, Any]) -> None:
     import transformers
 
     mesh = tp_mesh()
@@ -136,39 +114,33 @@ def hugging_face_equals_one_process(name: str, extra: dict[str, Any], more_plan:
     def make() -> nn.Module:
         return model_class(config_class(**config))
 
-    plan = dict(make().tp_plan) | more_plan if more_plan else None
     ids = tokens()[:, :LENGTH]
-    assert_parity(make, mesh, lambda model: model(input_ids=ids, labels=ids).loss, plan)
+    assert_parity(make, mesh, lambda model: model(input_ids=ids, labels=ids).loss)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(
-    ("name", "extra"),
+    ("world_size", "name", "extra"),
     [
-        ("Llama", {}),
-        ("Llama", {"tie_word_embeddings": True, "attn_implementation": "eager"}),
-        ("Qwen3", {"head_dim": 8}),
-        ("Phi3", {}),
-        ("GPTNeoX", {}),
+        (2, "Llama", {}),
+        (4, "Llama", {}),
+        (2, "Llama", {"tie_word_embeddings": True, "attn_implementation": "eager"}),
+        (2, "Qwen3", {"head_dim": 8}),
+        (2, "Phi3", {}),
+        (2, "GPTNeoX", {}),
     ],
-    ids=["llama", "tied llama", "qwen3", "phi3", "neox"],
+    ids=["llama", "llama on four ranks", "tied llama", "qwen3", "phi3", "neox"],
 )
 def test_hugging_face_equals_one_process(ranks: Ranks, world_size: int, name: str, extra: dict[str, Any]) -> None:
     ranks(world_size, hugging_face_equals_one_process, name, extra)
 
 
-def test_hugging_face_sequence_parallel(ranks: Ranks) -> None:
-    norms = {f"model.layers.*.{name}_layernorm": "sequence_parallel" for name in ("input", "post_attention")}
-    ranks(2, hugging_face_equals_one_process, "Llama", {}, norms)
-
-
 # ----- with the data axes -----
 
 
-def composes(data_axis: str, options: Options) -> None:
+def composes(data_axis: str) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(data_axis, "tp"))
-    single, model = twins(lambda: GPT(options))
+    single, model = twins(lambda: GPT(Options(tied=True, head_norms=True)))
     batch = tokens(num_rows=4)
     single(batch).backward()
     parallelize(model, mesh["tp"])
@@ -177,8 +149,7 @@ def composes(data_axis: str, options: Options) -> None:
     for block in model.blocks:
         wrap(block, mesh=mesh[data_axis])
     wrap(model, mesh=mesh[data_axis])
-    if options.tied:
-        assert model.head.weight is model.embedding.weight
+    assert model.head.weight is model.embedding.weight
     for _ in range(2):  # the second step sees parameters that were gathered and freed before
         model.zero_grad()
         model(batch.chunk(2)[mesh[data_axis].get_local_rank()]).backward()
@@ -187,13 +158,8 @@ def composes(data_axis: str, options: Options) -> None:
 
 
 @pytest.mark.parametrize("data_axis", ["dp_shard", "dp_replicate"])
-@pytest.mark.parametrize(
-    "options",
-    [Options(tied=True, head_norms=True), Options(norms="sequence")],
-    ids=["tied", "sequence"],
-)
-def test_composes_with_data_axes(ranks: Ranks, data_axis: str, options: Options) -> None:
-    ranks(4, composes, data_axis, options)
+def test_composes_with_data_axes(ranks: Ranks, data_axis: str) -> None:
+    ranks(4, composes, data_axis)
 
 
 # ----- precision, recomputation, copies -----
@@ -207,10 +173,10 @@ def low_precision_follows_one_process() -> None:
             return model(tokens())
 
     # bfloat16 keeps 8 bits: sums in another order differ in the last of them.
-    for options in (Options(), Options(norms="sequence", tied=True)):
-        assert_parity(lambda o=options: GPT(o), mesh, autocast, tolerance=0.05)
-        model = assert_parity(lambda o=options: GPT(o).bfloat16(), mesh, tolerance=0.05)
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    options = Options(tied=True)
+    assert_parity(lambda: GPT(options), mesh, autocast, tolerance=0.05)
+    model = assert_parity(lambda: GPT(options).bfloat16(), mesh, tolerance=0.05)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
     model = parallelize(GPT(), mesh)
     output = model.blocks[0].attention.o_proj
@@ -232,8 +198,7 @@ def recomputes_and_copies() -> None:
             block.__dict__["forward"] = lambda x, run=run: checkpoint(run, x, use_reentrant=False)
         return model(tokens())
 
-    for options in (Options(), Options(norms="sequence", head_norms=True)):
-        assert_parity(lambda o=options: GPT(o), mesh, recomputing)
+    assert_parity(lambda: GPT(Options(head_norms=True)), mesh, recomputing)
 
     model = parallelize(GPT(Options(tied=True)), mesh)
     twin = copy.deepcopy(model)
@@ -325,37 +290,28 @@ def test_changes_shared_input_in_place(ranks: Ranks) -> None:
 # ----- communication -----
 
 
-def counts_collectives(options: Options) -> dict[str, dict[str, Any]]:
+def counts_collectives() -> dict[str, dict[str, Any]]:
     mesh = tp_mesh()
-    model = parallelize(GPT(options), mesh)
+    model = parallelize(GPT(), mesh)
     with CommunicationCounter(mesh) as ahead:
         loss = model(tokens())
     with CommunicationCounter(mesh) as back:
         loss.backward()
     kinds = ("all_reduce", "all_gather", "reduce_scatter")
-    calls = {
-        when: {kind: counter.calls(kind).get("tp", 0) for kind in kinds}
+    return {
+        when: {kind: counter.calls(kind)["tp"] for kind in kinds if counter.calls(kind)} | counter.bytes_by_axis()
         for when, counter in (("forward", ahead), ("backward", back))
     }
-    return {**calls, "bytes": back.bytes_by_axis()}
 
 
 def test_two_all_reduces_per_layer_each_way(ranks: Ranks) -> None:
     """Four all-reduces of batch x sequence x hidden a layer, as in Megatron; the ends on top."""
-    counted = ranks(2, counts_collectives, Options())[0]
-    num_blocks = 2
+    counted = ranks(2, counts_collectives)[0]
+    num_blocks, positions = 2, 4 * LENGTH
+    num_sums = 2 * num_blocks + 1
+    summed = num_sums * 2 * positions * HIDDEN * 4  # bytes of activations in float32, sent and received
     # Forward: two a block, the embedding, and the gathered logits.
-    assert counted["forward"] == {"all_reduce": 2 * num_blocks + 1, "all_gather": 1, "reduce_scatter": 0}
+    logits = positions * VOCABULARY * 4
+    assert counted["forward"] == {"all_reduce": num_sums, "all_gather": 1, "tp": summed + logits}
     # Backward: two a block (one for q, k and v together), and the head's input.
-    assert counted["backward"] == {"all_reduce": 2 * num_blocks + 1, "all_gather": 0, "reduce_scatter": 0}
-    activation = 4 * LENGTH * HIDDEN * 4  # bytes of [batch, sequence, hidden] in float32
-    assert counted["bytes"] == {"tp": (2 * num_blocks + 1) * 2 * activation}
-
-
-def test_sequence_parallel_scatters_instead(ranks: Ranks) -> None:
-    counted = ranks(2, counts_collectives, Options(norms="sequence"))[0]
-    # A gather and a scatter for each former all-reduce; the last block's gather and the logits'.
-    assert counted["forward"] == {"all_reduce": 1, "all_gather": 4 + 2, "reduce_scatter": 4}
-    # The first block's split gathers backward. All-reduces: weight and bias of 4 norms, biases of
-    # 4 rowwise layers, the head's input.
-    assert counted["backward"] == {"all_reduce": 8 + 4 + 1, "all_gather": 4 + 1, "reduce_scatter": 4}
+    assert counted["backward"] == {"all_reduce": num_sums, "tp": summed}

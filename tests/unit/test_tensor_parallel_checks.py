@@ -33,7 +33,7 @@ def linear(size_in: int, size_out: int) -> nn.Linear:
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
-@pytest.mark.parametrize("options", [Options(), Options(tied=True, head_norms=True), Options(norms="sequence")])
+@pytest.mark.parametrize("options", [Options(), Options(tied=True, head_norms=True)])
 def test_what_fits(options: Options, degree: int) -> None:
     with torch.device("meta"):
         model = Wrapper(GPT(options))
@@ -211,40 +211,6 @@ def test_norm_of_the_stream_whose_gradient_would_be_multiplied() -> None:
     plan = {"norm": "replicated_with_grad_allreduce", "up": "colwise", "down": "rowwise"}
     (found,) = problems(model, 2, plan)
     assert "norm (LayerNorm) is as wide as the input of the split layers beside it" in found
-
-
-class InlineBlock(nn.Module):
-    """Norm and projections in one forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), linear(8, 16), linear(16, 8)
-
-
-def test_sequence_parallel() -> None:
-    gpt = GPT(Options(norms="sequence"))
-    (found,) = problems(gpt, 2, {**gpt.tp_plan, "norm": "sequence_parallel"})
-    assert found.startswith("norm is outside the repeated blocks")
-
-    plan = {name: style for name, style in gpt.tp_plan.items() if "norm" not in name}
-    (found,) = problems(gpt, 2, {**plan, "blocks.*.norm1": "sequence_parallel"})
-    assert "blocks.0.norm2 (LayerNorm) has parameters and would see a part of the sequence only" in found
-
-    heads = GPT(Options(norms="sequence", head_norms=True))
-    found, _ = problems(heads, 2, {**heads.tp_plan, "blocks.*.attention.[qk]_norm": "sequence_parallel"})
-    assert "blocks.0.attention.q_norm is inside a module that calls colwise layers" in found
-
-    (found,) = problems(gpt, 2, {**gpt.tp_plan, "blocks.1.norm2": "replicate"})
-    assert found.startswith("blocks.1.norm2 (LayerNorm) has parameters")
-
-    gpt.blocks[0].scale = nn.Parameter(torch.ones(1))
-    (found,) = problems(gpt, 2)
-    assert found.startswith("blocks.0 (Block) has parameters")
-
-    inline = nn.Sequential(InlineBlock(), InlineBlock())
-    plan = {"*.norm": "sequence_parallel", "*.up": "colwise", "*.down": "rowwise"}
-    (found,) = problems(inline, 2, plan)
-    assert "0 (InlineBlock) calls norms and colwise layers in one forward" in found
 
 
 def test_several_reasons_at_once() -> None:
