@@ -2,17 +2,15 @@
 
 The agent starts the ranks, restarts them and brings their results home. What is added here: the failure that came
 first is found and told in one exception, whoever is stuck after a failure is ended in seconds, nothing outlives the
-parent, and the parent's environment and signal handlers are left as they were.
+parent, and what is changed in the parent for the while, some variables and the signal handlers, is put back.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -21,7 +19,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -32,14 +29,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lightning_par.process_group import destroy_process_group, rank_label
+from lightning_par.processes import GRACE_SECONDS, end_soon, environment, leave_with_parent
 from lightning_par.rank_watch import RankFailedError, RankWatch
 
 __all__ = ["RankFailedError", "run_ranks"]
 
 MONITOR_SECONDS = 0.1
 """How often the agent looks at its ranks."""
-GRACE_SECONDS = 8
-"""How long a rank may take to end once it should."""
 QUIET_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 _HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LAUNCH_NUMBERS = count()
@@ -77,14 +73,14 @@ def run_ranks(
     try:
         with (
             tempfile.TemporaryDirectory(prefix="lightning_par_", ignore_cleanup_errors=True) as folder,
-            # C++ warnings come from every rank and cannot be filtered in them any more.
-            _process_untouched(OMP_NUM_THREADS=str(num_threads), TORCH_CPP_LOG_LEVEL="ERROR"),
+            environment(_variables(num_threads)),
+            _handlers_restored(),
             _quiet_loggers(),
             RankWatch(Path(folder), devices, GRACE_SECONDS) as watch,
         ):
             launch_config = _launch_config(folder, devices, nnodes, rdzv_endpoint, max_restarts)
             try:
-                return elastic_launch(launch_config, _run_rank)(worker, config, num_threads).get(0)
+                return elastic_launch(launch_config, _run_rank)(worker, config, num_threads, os.getpid()).get(0)
             except ChildFailedError as error:
                 raise watch.first_failure(error) from None
     except SignalException as error:
@@ -113,22 +109,29 @@ def _launch_config(
         monitor_interval=MONITOR_SECONDS,
         start_method="spawn",
         logs_specs=DefaultLogsSpecs(log_dir=folder),
-        shutdown_timeout=GRACE_SECONDS,
+        shutdown_timeout=int(GRACE_SECONDS),
     )
 
 
+def _variables(num_threads: int) -> dict[str, str | None]:
+    """Environment of the ranks; the user's own choice stands."""
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(num_threads)),
+        # C++ warnings come from every rank and cannot be filtered in them any more.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        # Set by torch's launcher in this process.
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE"),
+    }
+
+
 @contextmanager
-def _process_untouched(**variables: str) -> Iterator[None]:
-    """Set environment variables, and put environment and signal handlers back at the end."""
-    environment = dict(os.environ)
+def _handlers_restored() -> Iterator[None]:
+    """Put the signal handlers back that the agent replaces."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in _HANDLED_SIGNALS} if in_main_thread else {}
-    os.environ.update({name: value for name, value in variables.items() if name not in environment})
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(environment)
         for number, handler in handlers.items():
             # None stands for a handler that was not installed from Python and cannot be installed from there.
             if handler is not None:
@@ -150,23 +153,28 @@ def _quiet_loggers() -> Iterator[None]:
             logger.disabled = before
 
 
-def _run_rank(worker: Callable[[dict[str, Any]], Any], config: dict[str, Any], num_threads: int) -> Any:
-    """The whole life of one rank: make itself known, work, and leave word if it fails."""
+def _run_rank(worker: Callable[[dict[str, Any]], Any], config: dict[str, Any], num_threads: int, parent: int) -> Any:
+    """The whole life of one rank: make itself known, work, and leave word of how it ended."""
     folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
     rank = int(os.environ["RANK"])
     _publish(folder / "started.json", {"pid": os.getpid(), "rank": rank, "label": rank_label()})
-    threading.Thread(target=_leave_with_parent, name="leave-with-parent", daemon=True).start()
+    leave_with_parent(parent)
     torch.set_num_threads(num_threads)
+    result = None
     try:
         result = worker(config)
         if rank == 0:
             _check_can_travel(result)
+    except KeyboardInterrupt:
+        # From the parent, or else a failure: the agent would wait for ever for the result of a rank that ends with 0.
+        raise SystemExit(128 + signal.SIGINT) from None
     except BaseException as error:
-        if _is_failure(error):
+        if not (isinstance(error, SystemExit) and error.code in (None, 0)):  # a plain sys.exit() is an early return
             _publish(folder / "failure.json", _failure_record(rank, error))
-            _end_soon()
-        raise
+            end_soon()
+            raise
     destroy_process_group()
+    _publish(folder / "finished.json", {})
     return result if rank == 0 else None
 
 
@@ -178,13 +186,6 @@ def _check_can_travel(result: Any) -> None:
             f"The worker returned a {type(result).__name__} on rank 0 that cannot be sent to the parent process "
             f"({error}). Return numbers, strings or plain containers of them."
         ) from None
-
-
-def _is_failure(error: BaseException) -> bool:
-    """Not a plain ``sys.exit()``, and not the interrupt by which the parent ends a rank."""
-    if isinstance(error, SystemExit):
-        return error.code not in (None, 0)
-    return not isinstance(error, KeyboardInterrupt)
 
 
 def _failure_record(rank: int, error: BaseException) -> dict[str, Any]:
@@ -203,21 +204,3 @@ def _publish(path: Path, content: dict[str, Any]) -> None:
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(content), encoding="utf-8")
     draft.replace(path)
-
-
-def _end_soon() -> None:
-    """End this process although a thread or a library may keep it: the parent waits for its end."""
-    timer = threading.Timer(GRACE_SECONDS, os._exit, args=(1,))
-    timer.daemon = True
-    timer.start()
-
-
-def _leave_with_parent() -> None:
-    """End this process when the parent has died without a chance to say so."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    wait([parent.sentinel])
-    time.sleep(GRACE_SECONDS)
-    sys.stderr.flush()
-    os._exit(1)

@@ -7,7 +7,7 @@
   ``max_restarts`` means the same for every number of ranks. ``in_place=True`` runs a single rank in this very process
   instead, for a debugger.
 - **Under torchrun, or as one of several tasks of srun**: the ranks exist, so the worker runs in place on each, with the
-  configuration of rank 0. Machines given by ``nnodes`` and ``rdzv_endpoint`` start their own ranks even there.
+  configuration of rank 0. Machines given by ``nnodes`` and ``rdzv_endpoint`` start their own ranks under srun, too.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import difflib
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from omegaconf import OmegaConf
 from lightning_par.elastic import RankFailedError, run_ranks
 from lightning_par.process_group import destroy_process_group, rank_label, shared_store
 
-__all__ = ["LaunchSettings", "RankFailedError", "launch", "restart_count", "trainer_resources"]
+__all__ = ["LaunchSettings", "RankFailedError", "launch", "restart_count", "trainer_resources", "world_size"]
 
 DEFAULT_CPU_RANKS = 2
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
@@ -145,23 +144,39 @@ def launch(worker: Worker, config: Mapping[str, Any], launch_config: LaunchSetti
     _check_worker(worker)
     plain = _plain(config, "config")
     _check_picklable(plain)
+    num_local_ranks = world_size(settings) // settings.nnodes
     if _under_torchrun():
-        _check_torchrun_ranks(settings)
         return _run_in_place(worker, _config_of_rank_zero(plain, *_torchrun_address()))
-    if _under_srun() and settings.nnodes == 1:
+    if _under_srun(settings.nnodes):
         return _run_in_place(worker, _config_of_rank_zero(plain, *_slurm_address()))
-    num_ranks = settings.num_local_ranks()
     if settings.in_place:
         return _run_in_place(worker, plain)
     return run_ranks(
         worker,
         plain,
-        devices=num_ranks,
+        devices=num_local_ranks,
         nnodes=settings.nnodes,
         rdzv_endpoint=settings.rdzv_endpoint,
         max_restarts=settings.max_restarts,
-        num_threads=_threads_per_rank(num_ranks),
+        num_threads=_threads_per_rank(num_local_ranks),
     )
+
+
+def world_size(settings: LaunchSettings) -> int:
+    """Ranks of all machines on which :func:`launch` runs: those that a launcher has started, or that it will start.
+
+    Args:
+        settings: How many ranks are asked for.
+
+    Raises:
+        ValueError: If more GPUs are asked for than PyTorch sees, or other ranks than torchrun has started.
+    """
+    if _under_torchrun():
+        _check_torchrun_ranks(settings)
+        return int(os.environ["WORLD_SIZE"])
+    if _under_srun(settings.nnodes):
+        return _slurm_tasks()
+    return settings.num_local_ranks() * settings.nnodes
 
 
 def trainer_resources() -> dict[str, int]:
@@ -189,9 +204,12 @@ def _under_torchrun() -> bool:
     return all(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK"))
 
 
-def _under_srun() -> bool:
-    """Whether this is one of several tasks of a job step. A batch script or an interactive shell is none."""
-    is_step = "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ
+def _under_srun(nnodes: int = 1) -> bool:
+    """Whether this is one of several tasks of a job step, which are the ranks unless they are to start their own.
+
+    A batch script or an interactive shell is none.
+    """
+    is_step = nnodes == 1 and "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ
     return is_step and _slurm_tasks() > 1 and os.environ.get("SLURM_JOB_NAME") not in _INTERACTIVE_SLURM_JOBS
 
 
@@ -223,34 +241,17 @@ def _check_torchrun_ranks(settings: LaunchSettings) -> None:
 
 
 def _run_in_place(worker: Worker, config: dict[str, Any]) -> Any:
-    """Run the worker in this process and leave no process group and no environment variable of it behind."""
-    with _environment_restored(), _group_destroyed():
-        try:
-            return worker(config)
-        except Exception:
-            print(f"{rank_label()} failed:", file=sys.stderr, flush=True)
-            raise
-
-
-@contextmanager
-def _environment_restored() -> Iterator[None]:
-    before = dict(os.environ)
+    """Run the worker in this process, and destroy the group that it made, unless it failed with others in it."""
+    existed, succeeded = dist.is_initialized(), False
     try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextmanager
-def _group_destroyed() -> Iterator[None]:
-    """Destroy the group that was made inside, unless it failed with others in it: that may hang."""
-    existed = dist.is_initialized()
-    succeeded = False
-    try:
-        yield
+        result = worker(config)
         succeeded = True
+        return result
+    except Exception:
+        print(f"{rank_label()} failed:", file=sys.stderr, flush=True)
+        raise
     finally:
+        # Destroying it while others still use it may hang.
         if dist.is_initialized() and not existed and (succeeded or dist.get_world_size() == 1):
             destroy_process_group()
 
@@ -309,8 +310,6 @@ def _check_picklable(config: dict[str, Any]) -> None:
 
 def _plain(values: Any, what: str) -> dict[str, Any]:
     """A dict without OmegaConf nodes, all interpolations resolved."""
-    if isinstance(values, LaunchSettings):
-        return asdict(values)
     plain = _without_nodes(values)
     if not isinstance(plain, Mapping):
         raise ValueError(f"The {what} must be a mapping of names to values, not {type(values).__name__}.")

@@ -23,7 +23,6 @@ __all__ = [
     "destroy_process_group",
     "ensure_process_group",
     "rank_label",
-    "retire_process_group",
     "set_mesh_coordinates",
     "shared_store",
 ]
@@ -110,7 +109,7 @@ def ensure_process_group(
         if _is_ours():
             if wanted == _STATE.members:
                 return False
-            retire_process_group(wanted.endpoint)
+            _retire(wanted.endpoint)
         else:
             _check_foreign_group(wanted)
             return False
@@ -124,24 +123,6 @@ def ensure_process_group(
     atexit.unregister(destroy_process_group)
     atexit.register(destroy_process_group)
     return True
-
-
-def retire_process_group(next_endpoint: tuple[str, int] | None = None) -> None:
-    """Leave the group that was made here, together with its other members if they are still there.
-
-    Args:
-        next_endpoint: Address of the next group. When it differs from this group's, the other members have already
-            gone (another job's) and are not waited for. ``None`` means the same address.
-
-    Raises:
-        RuntimeError: If another member does not arrive within a minute.
-    """
-    members, store = _STATE.members, _STATE.group_store
-    if not (dist.is_initialized() and _is_ours()) or members is None or store is None:
-        return
-    if next_endpoint in (None, members.endpoint):
-        _meet(store, members)
-    destroy_process_group()
 
 
 def destroy_process_group() -> None:
@@ -206,6 +187,14 @@ def _rank_and_world_size() -> tuple[int, int]:
 def _is_ours() -> bool:
     """Whether the default group is the very object made here; a user may have replaced it."""
     return _STATE.group is not None and _STATE.group() is dist.group.WORLD
+
+
+def _retire(next_endpoint: tuple[str, int]) -> None:
+    """Leave the group that was made here, with its other members unless those are another job's and have gone."""
+    members, store = _STATE.members, _STATE.group_store
+    if members is not None and store is not None and members.endpoint == next_endpoint:
+        _meet(store, members)
+    destroy_process_group()
 
 
 def _check_foreign_group(wanted: _Members) -> None:

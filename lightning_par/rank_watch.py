@@ -2,7 +2,8 @@
 
 A failure on one rank makes the others fail too, within milliseconds and with misleading messages ("connection closed
 by peer"). So each rank leaves a record with the time of its exception, and the parent looks at exit states as they
-happen, without collecting them (that is the elastic agent's business).
+happen, without collecting them (that is the elastic agent's business). A rank that has done its work leaves a mark as
+well: its end is no reason to hurry the others, which may still close their loggers.
 """
 
 from __future__ import annotations
@@ -82,8 +83,13 @@ class _Rank:
         return _read(self.folder / "failure.json")
 
     @property
+    def failed(self) -> bool:
+        """Whether it ended with an exit code, or before its work was done."""
+        return self.ended and (bool(self.exit_code) or not (self.folder / "finished.json").exists())
+
+    @property
     def died_silently(self) -> bool:
-        return self.exit_code not in (None, 0) and self.record() is None
+        return self.failed and self.exit_code is not None and self.record() is None
 
 
 class RankWatch(threading.Thread):
@@ -92,7 +98,7 @@ class RankWatch(threading.Thread):
     Args:
         folder: Where the elastic agent makes a folder per attempt and local rank, and ranks leave their records.
         num_ranks: Ranks on this machine.
-        grace_seconds: How long the other ranks may go on once one has ended.
+        grace_seconds: How long the other ranks may go on once one has failed.
     """
 
     def __init__(self, folder: Path, num_ranks: int, grace_seconds: float) -> None:
@@ -122,7 +128,7 @@ class RankWatch(threading.Thread):
         """Look at the ranks until the launch is over."""
         while not self._finished.wait(POLL_SECONDS):
             self._look()
-            if self._deadline is None and any(rank.ended for rank in self._ranks.values()):
+            if self._deadline is None and any(rank.failed for rank in self._ranks.values()):
                 self._deadline = time.monotonic() + self._grace_seconds
             if self._deadline is not None and time.monotonic() > self._deadline:
                 self._kill_living()
@@ -188,7 +194,7 @@ class RankWatch(threading.Thread):
         causes = [rank for rank in together if rank.exit_code != -signal.SIGTERM or len(together) == 1]
         silent = [rank for rank in causes if rank.died_silently]
         if silent:
-            return _silent_failure(silent[0])
+            return ended_rank(silent[0].label, silent[0].rank, silent[0].pid, silent[0].exit_code or 0)
         records = [record for rank in self._ranks.values() if (record := rank.record()) is not None]
         return _raised_failure(min(records, key=lambda record: record["time"])) if records else None
 
@@ -211,10 +217,6 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _raised_failure(record: dict[str, Any]) -> RankFailedError:
     message = f"{record['label']} failed with {record['error']}\n\n{record['traceback'].rstrip()}"
     return RankFailedError(message, rank=record["rank"], traceback=record["traceback"])
-
-
-def _silent_failure(rank: _Rank) -> RankFailedError:
-    return ended_rank(rank.label, rank.rank, rank.pid, rank.exit_code or 0)
 
 
 def _agent_failure(error: ChildFailedError) -> RankFailedError:

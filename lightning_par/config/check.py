@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from hydra.utils import instantiate
 
+from lightning_par.launch import world_size
 from lightning_par.layout import ParallelLayout
 
 __all__ = ["check_layout"]
@@ -39,12 +39,4 @@ def check_layout(config: Mapping[str, Any]) -> ParallelLayout | None:
     if not isinstance(instantiate(config["strategy"]), HybridStrategy):
         return None
     degrees = {name: config["strategy"][name] for name in _DEGREES if name in config["strategy"]}
-    return ParallelLayout.from_degrees(_world_size(config), **degrees)
-
-
-def _world_size(config: Mapping[str, Any]) -> int:
-    for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):  # started by torchrun or srun: the ranks are there already
-        if name in os.environ:
-            return int(os.environ[name])
-    settings = instantiate(config["launch"])
-    return int(settings.num_local_ranks() * settings.nnodes)
+    return ParallelLayout.from_degrees(world_size(instantiate(config["launch"])), **degrees)

@@ -6,19 +6,16 @@ why. Here
 
 - the processes belong to a *job* (the script, or one Hydra job of it): later Trainers of the same job find the same
   ranks, because those run the same script; the next job waits for their end and starts its own, on a fresh port;
-- a later Trainer of the same job may use fewer devices: ranks it has no place for end there. It cannot use more, since
-  a process started then would run the script from its beginning; that is refused at once;
+- all Trainers of a job have the same number of devices, in whatever layout: a process started later would run the
+  script from its beginning. Another number is refused at once;
 - the environment is that of a rank only while a Trainer runs;
 - a rank that fails ends the job in seconds, and its traceback is what is seen.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -28,15 +25,8 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, _TunerExitException
 from typing_extensions import override
 
-from lightning_par.process_group import retire_process_group
-from lightning_par.trainer.script_children import (
-    PARENT,
-    Children,
-    StuckWatch,
-    end_process,
-    end_soon,
-    leave_with_parent,
-)
+from lightning_par.processes import end_soon, environment, leave_with_parent
+from lightning_par.trainer.script_children import PARENT, Children, StuckWatch
 from lightning_par.trainer.script_command import current_job
 
 if TYPE_CHECKING:
@@ -44,8 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ScriptLauncher"]
 
-JOB_END_SECONDS = 60.0
-"""How long the ranks of a finished job may take to come to their end before the next job ends them."""
 PEER_SECONDS = 10.0
 """How long after a lost connection its cause, a dead process, may take to show."""
 ECHO_SECONDS = 1.0
@@ -70,8 +58,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         """Run ``function`` on this rank, after making sure that the others are there.
 
         Raises:
-            MisconfigurationException: If a later Trainer needs more ranks than the script has, or ranks that have
-                ended.
+            MisconfigurationException: If a later Trainer needs another number of ranks, or ranks that have ended.
             RankFailedError: If another rank of this machine failed; its traceback has been printed by it.
         """
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -85,7 +72,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def _run_as_parent(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         children = self._children_of_this_job()
         self.procs = children.processes
-        with _environment(children.variables):
+        # Lightning sets the number of threads in the environment, where the next job would take it for the user's.
+        with environment({**children.variables, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}):
             _set_num_threads_if_needed(num_processes=self.num_processes)
             watch = StuckWatch(children)
             watch.start()
@@ -102,19 +90,15 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def _children_of_this_job(self) -> Children:
         global _children
-        job = current_job()
-        if _children is not None and _children.job != job:
-            failure = _children.finish(JOB_END_SECONDS)
-            _children = None
-            if failure is not None:
-                print(f"After the end of the earlier job, {failure}", file=sys.stderr, flush=True)
-        if _children is None:
-            _children = Children(job, self.num_processes, self.num_nodes, self._variables())
-            _children.start()
+        job, size = current_job(), (self.num_processes, self.num_nodes)
+        if _children is not None and _children.job == job:
+            _check_size(_children.size, size)
+            _check_all_there(_children)
             return _children
-        _check_size((_children.num_processes, _children.num_nodes), (self.num_processes, self.num_nodes))
-        _children.num_processes = self.num_processes
-        _check_all_there(_children)
+        if _children is not None:
+            _children.finish_before_next_job()
+        _children = Children(job, size, self._variables())
+        _children.start()
         return _children
 
     def _variables(self) -> dict[str, str]:
@@ -130,12 +114,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         global _child_size
         size = (self.num_processes, self.num_nodes)
         if _child_size is None:
-            leave_with_parent()
-        else:
-            _check_size(_child_size, size)
-        _child_size = size
-        if self.cluster_environment.local_rank() >= self.num_processes:
-            _leave()
+            leave_with_parent(int(os.environ[PARENT]))
+            _child_size = size
+        _check_size(_child_size, size)
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
             return function(*args, **kwargs)
@@ -144,17 +125,6 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         except Exception:
             end_soon()
             raise
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _next_port() -> int:
@@ -167,29 +137,24 @@ def _next_port() -> int:
 
 
 def _check_size(before: tuple[int, int], wanted: tuple[int, int]) -> None:
-    if wanted[1] != before[1]:
+    if wanted != before:
         raise MisconfigurationException(
-            f"This Trainer has num_nodes={wanted[1]}, an earlier one of this script had num_nodes={before[1]}. Keep it."
-        )
-    if wanted[0] > before[0]:
-        raise MisconfigurationException(
-            f"This Trainer needs {wanted[0]} processes on this machine, but an earlier one of this script ran on "
-            f"{before[0]}, and a process started now would run the script from its beginning. Put the Trainer with the "
-            "most devices first, or give each its own job: lightning_par.launch, or a Hydra multirun."
+            f"This Trainer has devices={wanted[0]} and num_nodes={wanted[1]}, but the first one of this script had "
+            f"devices={before[0]} and num_nodes={before[1]}, and all run on the ranks that were started for it. Keep "
+            "both, in whatever layout, or give each number a job of its own: lightning_par.launch, or a Hydra multirun."
         )
 
 
 def _check_all_there(children: Children) -> None:
-    failure = children.failure()
-    if failure is not None:
+    if children.all_run():
+        return
+    if not children.given_up and (failure := children.failure()) is not None:
         raise failure
-    missing = children.missing()
-    if children.given_up or missing:
-        raise MisconfigurationException(
-            f"This Trainer needs the local ranks {list(range(children.num_processes))}, but the processes of "
-            f"{missing} have ended. All ranks must run the same Trainers in the same order: look for a Trainer inside "
-            "a condition on the rank, or after an exception that was caught."
-        )
+    raise MisconfigurationException(
+        "This Trainer needs the ranks that the first one of this script had, but some have ended. All ranks must run "
+        "the same Trainers in the same order: look for a Trainer inside a condition on the rank, or after an exception "
+        "that was caught."
+    )
 
 
 def _end_after(error: BaseException, children: Children) -> None:
@@ -208,10 +173,3 @@ def _end_after(error: BaseException, children: Children) -> None:
 
 def _lost_connection(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
-
-
-def _leave() -> None:
-    """End a rank that this Trainer has no place for, with the exit code of success and outside of Lightning's hooks."""
-    retire_process_group()
-    atexit._run_exitfuncs()
-    end_process(0)

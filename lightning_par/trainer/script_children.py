@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import atexit
-import logging
+import math
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass, field
 
+from lightning_par.processes import GRACE_SECONDS, POLL_SECONDS, end_process
 from lightning_par.rank_watch import RankFailedError, ended_rank
 from lightning_par.trainer.script_command import child_command
 
-__all__ = ["PARENT", "Children", "StuckWatch", "end_process", "end_soon", "leave_with_parent"]
+__all__ = ["PARENT", "Children", "StuckWatch"]
 
 PARENT = "LIGHTNING_PAR_PARENT_PROCESS"
 """Names the process that started this one as a rank of its script."""
-POLL_SECONDS = 0.2
-GRACE_SECONDS = 8.0
-"""How long a process may take to end once it should."""
-FAREWELL_SECONDS = 15.0
-"""How long healthy children may outlive their parent's last line."""
 
 
 @dataclass
@@ -31,15 +28,13 @@ class Children:
 
     Attributes:
         job: Which job of the process they belong to.
-        num_processes: Ranks on this machine that the latest Trainer used.
-        num_nodes: Machines.
+        size: Ranks on each machine, and machines.
         variables: Environment of this process while it runs as local rank 0.
         given_up: Whether they were ended because of a failure.
     """
 
     job: tuple[str, ...]
-    num_processes: int
-    num_nodes: int
+    size: tuple[int, int]
     variables: dict[str, str]
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     given_up: bool = False
@@ -48,7 +43,7 @@ class Children:
         """Start one process for each local rank but the first."""
         command, directory = child_command()
         atexit.register(self._end_at_exit)
-        for local_rank in range(1, self.num_processes):
+        for local_rank in range(1, self.size[0]):
             own = {"LOCAL_RANK": str(local_rank), PARENT: str(os.getpid())}
             environment = {**os.environ, **self.variables, **own}
             self.processes.append(subprocess.Popen(command, env=environment, cwd=directory))
@@ -58,14 +53,13 @@ class Children:
         for index, process in enumerate(self.processes):
             code = process.poll()
             if code:
-                rank = int(self.variables["NODE_RANK"]) * (len(self.processes) + 1) + index + 1
+                rank = int(self.variables["NODE_RANK"]) * self.size[0] + index + 1
                 return ended_rank(f"rank {rank}", rank, process.pid, code)
         return None
 
-    def missing(self) -> list[int]:
-        """Local ranks that the latest Trainer needs and whose processes have ended."""
-        needed = self.processes[: self.num_processes - 1]
-        return [index + 1 for index, process in enumerate(needed) if process.poll() is not None]
+    def all_run(self) -> bool:
+        """Whether none has ended."""
+        return all(process.poll() is None for process in self.processes)
 
     def wait(self, seconds: float, *, for_failure: bool = True) -> None:
         """Wait until they have ended by themselves, or the time is over.
@@ -93,17 +87,36 @@ class Children:
                 process.kill()
                 process.wait()
 
-    def finish(self, seconds: float) -> RankFailedError | None:
-        """See a job's ranks to their end. Returns how one failed, unless that has been told already."""
+    def finish(self, seconds: float = math.inf) -> RankFailedError | None:
+        """See a job's ranks to their end. Returns how one failed, unless that has been told already.
+
+        Args:
+            seconds: How long at most. Healthy ranks may have much to do after this one's last line, such as writing
+                their predictions, and nobody else knows when they should be ready.
+        """
         atexit.unregister(self._end_at_exit)
-        if not self.given_up:
+        try:
+            if self.given_up:
+                return None
             self.wait(seconds)
-        failure = None if self.given_up else self.failure()
-        self.end()
-        return failure
+            return self.failure()
+        finally:
+            self.end()
+
+    def finish_before_next_job(self) -> None:
+        """See them to their end in a process that goes on; if one fails, say so now and in the exit code."""
+        failure = self.finish()
+        if failure is not None:
+            print(f"After the end of the earlier job, {failure}", file=sys.stderr, flush=True)
+            atexit.register(end_process, 1)
 
     def _end_at_exit(self) -> None:
-        failure = self.finish(FAREWELL_SECONDS)
+        # After an exception here the others wait for this rank, or are about to fail, too.
+        script_failed = getattr(sys, "last_value", None) is not None
+        try:
+            failure = self.finish(GRACE_SECONDS if script_failed else math.inf)
+        except KeyboardInterrupt:
+            end_process(128 + signal.SIGINT)
         if failure is not None:
             print(failure, file=sys.stderr)
             end_process(1)
@@ -135,31 +148,3 @@ class StuckWatch(threading.Thread):
         """The run is over."""
         self._finished.set()
         self.join()
-
-
-def leave_with_parent() -> None:
-    """End this process, a child, soon after its parent has died without a chance to say so."""
-    parent = int(os.environ[PARENT])
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(POLL_SECONDS)
-        time.sleep(GRACE_SECONDS)
-        end_process(1)
-
-    threading.Thread(target=watch, name="leave-with-parent", daemon=True).start()
-
-
-def end_process(code: int) -> None:
-    """End this process at once, from any thread, with what it has printed and logged so far written out."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def end_soon() -> None:
-    """End this process although a thread or a library may keep it: its parent waits for its end."""
-    timer = threading.Timer(GRACE_SECONDS, os._exit, args=(1,))
-    timer.daemon = True
-    timer.start()

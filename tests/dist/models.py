@@ -21,13 +21,14 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.num_heads = HEADS
         self.query = nn.Linear(WIDTH, WIDTH)
         self.key = nn.Linear(WIDTH, WIDTH, bias=False)
         self.value = nn.Linear(WIDTH, WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = (*x.shape[:2], -1, WIDTH // HEADS)
+        heads = (*x.shape[:2], self.num_heads, WIDTH // HEADS)
         q, k, v = (layer(x).view(heads).transpose(1, 2) for layer in (self.query, self.key, self.value))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
@@ -115,8 +116,9 @@ class TinyGPT(LightningModule):
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         _, tokens = batch
-        logits = self(tokens[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        logits = self(tokens[:, :-1]).flatten(0, 1)
+        # Half precision is not enough for a loss; double stays double.
+        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), tokens[:, 1:].flatten())
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(batch)

@@ -11,59 +11,34 @@ its rank, the cause before its consequences, and processes that no longer answer
 
 from __future__ import annotations
 
-import faulthandler
-import gc
-import importlib
 import multiprocessing
 import os
 import pickle
-import random
 import signal
 import socket
-import sys
 import tempfile
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-import torch
-import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from tests.dist.rank_process import READY, RELEASE, Failure, serve
 
 START_TIMEOUT = 180.0
 """Seconds a new process may take to import torch and lightning on a busy machine."""
 GRACE = 3.0
 """Seconds the other ranks get to report an error of their own once one rank has failed."""
+CALL_TIMEOUT = 45.0
+"""Seconds a call may take unless it says otherwise; less than a test may, so that a hang is shown by rank."""
 WARM_MODULES = ("lightning.pytorch", "lightning_par")
-SECONDARY_SIGNS = ("connection closed", "connection reset", "broken pipe", "timed out", "diststore")
-"""What a rank says when its peer has gone: a consequence, shown after the causes."""
-READY, RELEASE = b"ready", b"release"
+"""What a new process imports before its first call."""
 Ranks = Callable[..., list[Any]]
 """Type of the `ranks` fixture: a :meth:`RankPool.run`."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What went wrong on one rank."""
-
-    rank: int
-    headline: str
-    details: str
-    time: float = field(default_factory=time.monotonic)
-
-    @property
-    def is_secondary(self) -> bool:
-        """Whether this looks like the consequence of another rank's failure."""
-        text = self.headline.lower()
-        return any(sign in text for sign in SECONDARY_SIGNS)
+OneProcess = Callable[..., Any]
+"""Type of the `one_process` fixture, which runs the reference that ranks are compared with."""
 
 
 class RankError(RuntimeError):
@@ -91,9 +66,13 @@ class RankPool:
     """Rank processes that are started when first needed and then reused.
 
     Use as a context manager; leaving it ends every process it started.
+
+    Args:
+        warm_modules: What a new process imports before its first call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, warm_modules: Sequence[str] = WARM_MODULES) -> None:
+        self._warm_modules = tuple(warm_modules)
         self._workers: list[_Worker] = []
         self._start_error: RankError | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -111,12 +90,20 @@ class RankPool:
             worker.kill()
         self._folder.cleanup()
 
+    def start(self, world_size: int) -> None:
+        """Start the processes that a call on `world_size` ranks would, now.
+
+        Raises:
+            RankError: One of them died or did not become ready.
+        """
+        self._start(world_size)
+
     def run(
         self,
         world_size: int,
         fn: Callable[..., Any],
         *args: Any,
-        timeout: float = 60.0,
+        timeout: float = CALL_TIMEOUT,
         **kwargs: Any,
     ) -> list[Any]:
         """Call `fn(*args, **kwargs)` on `world_size` ranks at once.
@@ -157,9 +144,9 @@ class RankPool:
             raise self._start_error  # an import that fails would fail again, seconds later
         for index, worker in enumerate(self._workers):
             if not worker.alive:
-                self._workers[index] = _Worker(index, Path(self._folder.name))
+                self._workers[index] = self._new_worker(index)
         for index in range(len(self._workers), world_size):
-            self._workers.append(_Worker(index, Path(self._folder.name)))
+            self._workers.append(self._new_worker(index))
         workers = self._workers[:world_size]
         try:
             for worker in workers:
@@ -169,11 +156,14 @@ class RankPool:
             raise
         return workers
 
+    def _new_worker(self, rank: int) -> _Worker:
+        return _Worker(rank, Path(self._folder.name), self._warm_modules)
+
 
 class _Worker:
     """The parent's end of one rank process."""
 
-    def __init__(self, rank: int, folder: Path) -> None:
+    def __init__(self, rank: int, folder: Path, warm_modules: Sequence[str]) -> None:
         context = multiprocessing.get_context("spawn")
         self.rank = rank
         self.ready = False
@@ -183,7 +173,8 @@ class _Worker:
         self._log_start = self._log.stat().st_size
         self.connection, child_end = context.Pipe()
         # Not a daemon process: those may not have children, and data loaders start workers.
-        self.process = context.Process(target=_serve, args=(child_end, str(self._log)), name=f"rank{rank}")
+        arguments = (child_end, str(self._log), warm_modules)
+        self.process = context.Process(target=serve, args=arguments, name=f"rank{rank}")
         with _one_thread_each():
             self.process.start()
         child_end.close()
@@ -328,80 +319,3 @@ def _one_thread_each() -> Iterator[None]:
             del os.environ["OMP_NUM_THREADS"]
         else:
             os.environ["OMP_NUM_THREADS"] = before
-
-
-# The rest runs inside a rank process.
-
-
-def _serve(connection: Connection, log_path: str) -> None:
-    _redirect_output(log_path)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=False)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    for name in WARM_MODULES:
-        importlib.import_module(name)
-    gc.freeze()  # the collection after each call need not walk through torch
-    first_state = _State()
-    while True:
-        first_state.restore()
-        connection.send_bytes(READY)
-        try:
-            environment, request = pickle.loads(connection.recv_bytes())
-        except EOFError:
-            return
-        answer, succeeded = _execute(environment, request)
-        connection.send_bytes(answer)
-        if succeeded:
-            # Others may still be talking over the group that is about to be destroyed.
-            connection.recv_bytes()
-
-
-def _execute(environment: dict[str, str], request: bytes) -> tuple[bytes, bool]:
-    os.environ.update(environment)
-    try:
-        fn, args, kwargs = pickle.loads(request)
-        # Plain pickle copies tensors; multiprocessing's own would pass shared-memory handles.
-        return pickle.dumps(fn(*args, **kwargs)), True
-    except BaseException as error:  # SystemExit and the like are answers, too
-        headline = f"{type(error).__name__}: {error}"
-        failure = Failure(int(environment["RANK"]), headline, traceback.format_exc())
-        return pickle.dumps(failure), False
-
-
-def _redirect_output(log_path: str) -> None:
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(log, stream.fileno())
-        stream.reconfigure(line_buffering=True)
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-class _State:
-    """What a call may change in its process, remembered so that the next call starts alike."""
-
-    def __init__(self) -> None:
-        self._environment = dict(os.environ)
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()
-        self._torch = torch.get_rng_state()
-
-    def restore(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        # Cached placements hold meshes whose groups are gone; an equal mesh would find them.
-        _clear_sharding_prop_cache()
-        os.environ.clear()
-        os.environ.update(self._environment)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        torch.set_default_dtype(torch.float32)
-        torch.use_deterministic_algorithms(False)
-        torch.set_num_threads(1)
-        gc.collect()

@@ -18,7 +18,7 @@ FAILED_AT = "failed-at"
 
 
 class Mark(Callback):
-    """Leaves a file per (name, rank) at the start of a fit, and fails if there is one already."""
+    """Leaves a variable and a file per (name, rank) at the start of a fit, and fails if there is one already."""
 
     def __init__(self, folder: str | Path, name: str) -> None:
         self.folder, self.name = Path(folder), name
@@ -30,6 +30,7 @@ class Mark(Callback):
         self._leave("test", trainer)
 
     def _leave(self, what: str, trainer: Trainer) -> None:
+        os.environ["MARKED"] = self.name
         text = f"{dist.get_world_size()} {os.getpid()} {os.environ['MASTER_PORT']}"
         with (self.folder / f"{self.name}-{what}-{trainer.global_rank}").open("x") as file:
             file.write(text)

@@ -10,12 +10,24 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from omegaconf import OmegaConf
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par.checkpoint import gather_full_state
 from tests.dist.models import TinyGPT, token_data
-from tests.dist.parity import BATCH, LAYOUTS, SINGLE, Layout, Outcome, RanksTogether, Recorder, differences, report, tensors
-from tests.dist.ranks import Ranks
+from tests.dist.parity import (
+    BATCH,
+    LAYOUTS,
+    SINGLE,
+    Layout,
+    Outcome,
+    RanksTogether,
+    Recorder,
+    differences,
+    report,
+    tensors,
+)
+from tests.dist.ranks import OneProcess, RankError, Ranks
 from tests.dist.whole import whole
 
 FIRST, ALL = 1, 2
@@ -34,6 +46,17 @@ PAIRS = [
 ]
 
 
+class ScaledGPT(TinyGPT):
+    """Has a parameter of one element: its moments are sharded like any other's, unlike Adam's step counts."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.scale * super().forward(tokens)
+
+
 def fit(layout: Layout, epochs: int, save_to: str | None = None, resume_from: str | None = None) -> Outcome:
     """Train, perhaps from a checkpoint, perhaps to one; what was seen, as the parity tests see it."""
     torch.manual_seed(0 if resume_from is None else 1)  # a resumed run must not profit from equal initial weights
@@ -43,7 +66,7 @@ def fit(layout: Layout, epochs: int, save_to: str | None = None, resume_from: st
     trainer = layout.trainer(max_epochs=epochs, callbacks=[recorder, saver], gradient_clip_val=0.5)
     sampler = RanksTogether(data, 1) if layout.strategy is None else None
     loader = DataLoader(data, BATCH // layout.data_parallel_size, shuffle=sampler is None, sampler=sampler)
-    trainer.fit(TinyGPT(tied=True), loader, ckpt_path=resume_from)
+    trainer.fit(ScaledGPT(), loader, ckpt_path=resume_from)
     return recorder.outcome
 
 
@@ -58,26 +81,20 @@ class Saver(Callback):
             trainer.save_checkpoint(self._path)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(ranks: Ranks) -> dict[str, Any]:
-    """All steps in one process."""
-    return _final(ranks(1, fit, SINGLE, ALL))
-
-
 def _final(outcomes: list[Outcome]) -> dict[str, Any]:
     return {name: value for name, value in tensors(outcomes).items() if name.startswith(("weight", "moment"))}
 
 
 @pytest.mark.parametrize(("saved_under", "resumed_under"), PAIRS, ids=lambda name: name)
 def test_resumes_under_another_layout(
-    ranks: Ranks, uninterrupted: dict[str, Any], tmp_path: Path, saved_under: str, resumed_under: str
+    ranks: Ranks, one_process: OneProcess, tmp_path: Path, saved_under: str, resumed_under: str
 ) -> None:
     by_name = {**LAYOUTS, "single": SINGLE}
     first, second = by_name[saved_under], by_name[resumed_under]
     path = str(tmp_path / "half.ckpt")
     ranks(first.world_size, fit, first, FIRST, save_to=path)
     resumed = ranks(second.world_size, fit, second, ALL, resume_from=path)
-    found = differences(_final(resumed), uninterrupted, 1e-5)
+    found = differences(_final(resumed), _final([one_process(fit, ALL)]), 1e-5)
     assert not found, report(found)
 
 
@@ -86,10 +103,9 @@ def test_file_is_ordinary(ranks: Ranks, tmp_path: Path, name: str) -> None:
     layout, path = LAYOUTS[name], tmp_path / "model.ckpt"
     outcome = tensors(ranks(layout.world_size, fit, layout, FIRST, save_to=str(path)))
     content = torch.load(path, weights_only=True)
-    module = TinyGPT(tied=True)
-    assert list(content["state_dict"]) == list(module.state_dict())
+    assert list(content["state_dict"]) == list(ScaledGPT().state_dict())
     # Read by plain Lightning, without strategy or process group.
-    restored = TinyGPT.load_from_checkpoint(path)
+    restored = ScaledGPT.load_from_checkpoint(path)
     weights = {name.removeprefix("weight of "): value for name, value in outcome.items() if name.startswith("weight")}
     for parameter_name, parameter in restored.named_parameters():
         torch.testing.assert_close(parameter.detach(), weights[parameter_name], rtol=0, atol=0)
@@ -109,7 +125,7 @@ def save_by_callback(layout: Layout, folder: str) -> tuple[list[str], float]:
 
 
 def test_model_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    expected = ranks(1, save_by_callback, SINGLE, str(tmp_path / "one"))[0]
+    (expected,) = ranks(1, save_by_callback, SINGLE, str(tmp_path / "one"))
     for name in ("zero3x2", "tp2"):
         seen = ranks(2, save_by_callback, LAYOUTS[name], str(tmp_path / name))
         assert seen[0] == seen[1]
@@ -117,47 +133,63 @@ def test_model_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
         assert seen[0][1] == pytest.approx(expected[1], rel=1e-5)
 
 
+CONFIG = {"tied": True, "optimizer": "sgd", "learning_rate": 0.1, "paths": ["a"]}
+
+
 class WithConfig(TinyGPT):
-    """A module that keeps an OmegaConf configuration among its hyperparameters."""
+    """Keeps an OmegaConf configuration among its hyperparameters."""
 
     def __init__(self, cfg: Any) -> None:
         super().__init__(tied=cfg["tied"])
         self.save_hyperparameters()
 
 
-def save_with_config(layout: Layout, path: str) -> None:
+class Configured(TinyGPT):
+    """Has an OmegaConf configuration for its hyperparameters."""
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(tied=cfg["tied"])
+        self.save_hyperparameters(cfg)
+
+
+def save_with_config(layout: Layout, make: type[TinyGPT], path: str) -> None:
     """Save a module whose hyperparameters are not plain."""
     trainer = layout.trainer(max_steps=1)
-    trainer.fit(WithConfig(OmegaConf.create({"tied": True, "paths": ["a"]})), DataLoader(token_data(8), 4))
+    trainer.fit(make(OmegaConf.create(CONFIG)), DataLoader(token_data(8), 4))
     trainer.save_checkpoint(path)
 
 
-def test_hyperparameters_become_plain(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [WithConfig, Configured])
+def test_hyperparameters_become_plain(ranks: Ranks, tmp_path: Path, make: type[TinyGPT]) -> None:
     path = tmp_path / "configured.ckpt"
-    ranks(2, save_with_config, LAYOUTS["zero3x2"], str(path))
-    content = torch.load(path, weights_only=True)
-    assert content["hyper_parameters"]["cfg"] == {"tied": True, "paths": ["a"]}
-    assert WithConfig.load_from_checkpoint(path).net.head.weight is not None
+    ranks(2, save_with_config, LAYOUTS["zero3x2"], make, str(path))
+    kept = torch.load(path, weights_only=True)["hyper_parameters"]
+    assert (kept["cfg"] if make is WithConfig else kept) == CONFIG
+    restored = make.load_from_checkpoint(path)
+    assert restored.net.head.weight is restored.net.tokens.weight
 
 
 class Failing(Callback):
     """Fails on one rank only, in the second step."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
+        if batch_idx == 1 and trainer.global_rank == 1:
             raise RuntimeError("a bad batch")
 
 
-def fail_and_save(layout: Layout, folder: str) -> list[str]:
-    """An exception with a callback that wants to save then: the error comes out, no rank waits for another."""
-    trainer = layout.trainer(max_steps=3, callbacks=[Failing(), OnExceptionCheckpoint(folder)], enable_checkpointing=True)
-    with pytest.raises(RuntimeError, match="a bad batch"):
-        trainer.fit(TinyGPT(), DataLoader(token_data(16), 4))
-    return [path.name for path in Path(folder).glob("*")]
+def fail_and_save(layout: Layout, folder: str) -> None:
+    """An exception, with a callback that wants to save then."""
+    callbacks = [Failing(), OnExceptionCheckpoint(folder)]
+    trainer = layout.trainer(max_steps=3, callbacks=callbacks, enable_checkpointing=True)
+    trainer.fit(TinyGPT(), DataLoader(token_data(16), 4))
 
 
-def test_no_collective_after_an_exception(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2, fail_and_save, LAYOUTS["zero3x2"], str(tmp_path)) == [[], []]
+@pytest.mark.parametrize("name", ["dp2", "zero3x2"])
+def test_a_rank_that_fails_waits_for_no_other_to_save(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    with pytest.raises(RankError, match="RuntimeError: a bad batch") as caught:
+        ranks(2, fail_and_save, LAYOUTS[name], str(tmp_path), timeout=20)
+    assert caught.value.failures[0].rank == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def gather_streams(layout: Layout) -> tuple[int, int, int]:

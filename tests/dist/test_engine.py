@@ -1,7 +1,8 @@
-"""Life of a laid-out module: other layouts one after another, meta construction, calls from outside a step."""
+"""Life of a laid-out module: other layouts one after another, none again, calls from outside a step."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from lightning_par import HybridStrategy
 from lightning_par.engine import engine_of
-from tests.dist.models import GPT, TinyGPT, token_data
+from tests.dist.models import HEADS, TinyGPT, token_data
 from tests.dist.parity import LAYOUTS, SINGLE, Layout, RanksTogether, layouts, relative_difference
-from tests.dist.ranks import Ranks
+from tests.dist.ranks import OneProcess, Ranks
 from tests.dist.whole import whole_weights
 
 
@@ -47,61 +48,42 @@ def test_layouts_follow_one_another_on_one_module(ranks: Ranks) -> None:
             assert relative_difference(weight, expected[name]) <= 1e-5, name
 
 
-def take_off() -> tuple[bool, list[str], list[int]]:
-    """Lay out a module, take the layout off, and look for what is left of it."""
+@dataclass(frozen=True)
+class Plainness:
+    """What tells a plain module from a laid-out one."""
+
+    types: dict[str, type[nn.Module]]
+    num_heads: set[int]
+    is_sharded: bool
+    is_tied: bool
+
+    @classmethod
+    def of(cls, module: TinyGPT) -> Plainness:
+        return cls(
+            types={name: type(child) for name, child in module.named_modules()},
+            num_heads={block.attention.num_heads for block in module.net.blocks},
+            is_sharded=any(isinstance(parameter, DTensor) for parameter in module.parameters()),
+            is_tied=module.net.head.weight is module.net.tokens.weight,
+        )
+
+
+def take_off(layout: Layout) -> tuple[set[int], bool]:
+    """Lay a module out and take the layout off; the heads it had meanwhile, and whether it kept its weights."""
     module = TinyGPT(tied=True)
-    before = {name: type(child) for name, child in module.named_modules()}
-    heads = [child.num_heads for child in module.modules() if isinstance(getattr(child, "num_heads", None), int)]
-    trainer = LAYOUTS["zero3x2"].trainer(max_steps=1)
-    trainer.fit(module, DataLoader(token_data(16), 4))
+    plain = Plainness.of(module)
+    layout.trainer(max_steps=1).fit(module, DataLoader(token_data(16), 4))
+    laid_out, trained = Plainness.of(module), whole_weights(module)
+    assert laid_out.is_sharded
     engine_of(module).remove()
-    changed = [name for name, child in module.named_modules() if type(child) is not before[name]]
-    sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    assert Plainness.of(module) == plain
     module.loss((None, torch.zeros(1, 17, dtype=torch.long))).backward()
-    return sharded or module.net.head.weight is not module.net.tokens.weight, changed, heads
+    kept = [torch.equal(parameter, trained[name]) for name, parameter in module.named_parameters()]
+    return laid_out.num_heads, len(kept) == len(trained) and all(kept)
 
 
-def test_taking_a_layout_off_leaves_a_plain_module(ranks: Ranks) -> None:
-    assert ranks(2, take_off) == [(False, [], [])] * 2
-
-
-class MetaGPT(TinyGPT):
-    """Builds its network on the meta device, in `configure_model`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = None
-
-    def configure_model(self) -> None:
-        if self.net is None:
-            with torch.device("meta"):
-                self.net = GPT(tied=True)
-
-
-class Initial(Callback):
-    """Keeps the initial weights."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.weights = whole_weights(pl_module)
-
-
-def initial_weights(layout: Layout, make: type[TinyGPT], seed: int) -> dict[str, torch.Tensor]:
-    """Full weights before the first step; seeds differ over ranks, as they do for a user who sets none."""
-    initial = Initial()
-    trainer = layout.trainer(max_steps=1, callbacks=[initial])
-    torch.manual_seed(seed + trainer.global_rank)
-    trainer.fit(make(), DataLoader(token_data(16), 4))
-    return initial.weights
-
-
-@pytest.mark.parametrize("make", [TinyGPT, MetaGPT])
-def test_initial_weights_do_not_depend_on_the_layout(ranks: Ranks, make: type[TinyGPT]) -> None:
-    expected = ranks(1, initial_weights, Layout("par1", 1, {}), make, 5)[0]
-    for name in ("dp2", "zero3x2", "tp2", "zero2x2xtp2"):
-        layout = LAYOUTS[name]
-        for weights in ranks(layout.world_size, initial_weights, layout, make, 5):
-            assert weights.keys() == expected.keys()
-            assert all(torch.equal(weights[key], expected[key]) for key in expected), name
+@pytest.mark.parametrize(("name", "num_heads"), [("zero3x2", HEADS), ("tp2", HEADS // 2)])
+def test_taking_a_layout_off_leaves_a_plain_module(ranks: Ranks, name: str, num_heads: int) -> None:
+    assert ranks(2, take_off, LAYOUTS[name]) == [({num_heads}, True)] * 2
 
 
 class LookInside(Callback):
@@ -137,8 +119,8 @@ def look_inside(layout: Layout) -> list[float]:
 
 
 @layouts("dp2", "zero1x2", "zero2x2", "zero3x2", "tp2", "zero3x2xtp2")
-def test_model_can_be_called_from_hooks(ranks: Ranks, layout: Layout) -> None:
-    expected = ranks(1, look_inside, SINGLE)[0]
+def test_model_can_be_called_from_hooks(ranks: Ranks, one_process: OneProcess, layout: Layout) -> None:
+    expected = one_process(look_inside)
     for losses in ranks(layout.world_size, look_inside, layout):
         assert losses == pytest.approx(expected, rel=1e-5)
 
@@ -178,7 +160,9 @@ def train_uneven(layout: Layout) -> dict[str, torch.Tensor]:
     trainer = layout.trainer(max_epochs=1, gradient_clip_val=0.1)
     loader = DataLoader(data, 8 // layout.data_parallel_size)
     if layout.strategy is not None:  # the order that one process sees, dealt out in turn
-        loader = DataLoader(data, 8 // layout.data_parallel_size, sampler=_InTurn(data, layout.data_parallel_size, trainer))
+        loader = DataLoader(
+            data, 8 // layout.data_parallel_size, sampler=_InTurn(data, layout.data_parallel_size, trainer)
+        )
     trainer.fit(module, loader)
     return whole_weights(module)
 
@@ -191,9 +175,9 @@ class _InTurn(torch.utils.data.DistributedSampler):
         super().__init__(data, num_ranks, trainer.strategy.data_parallel_rank, shuffle=False)
 
 
-@layouts("dp2", "zero1x2", "zero3x2", "zero3x4", "zero2_hsdp2x2")
-def test_shapes_that_do_not_divide(ranks: Ranks, layout: Layout) -> None:
-    expected = ranks(1, train_uneven, SINGLE)[0]
+@layouts("dp2", "zero1x2", "zero3x2", "zero3x4", "zero3_hsdp2x2")
+def test_shapes_that_do_not_divide(ranks: Ranks, one_process: OneProcess, layout: Layout) -> None:
+    expected = one_process(train_uneven)
     for weights in ranks(layout.world_size, train_uneven, layout):
         for name, weight in weights.items():
             assert relative_difference(weight, expected[name]) <= 1e-5, name

@@ -2,69 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 import pytest
 import torch
 
-from tests.dist.parity import (
-    LAYOUTS,
-    SINGLE,
-    Outcome,
-    Scenario,
-    differences,
-    gradient_norms,
-    numbers,
-    report,
-    tensors,
-    train,
-)
-from tests.dist.ranks import Ranks
+from tests.dist.parity import LAYOUTS, Scenario, differences, gradient_norms, numbers, report, tensors, train
+from tests.dist.ranks import OneProcess, Ranks
 
 CLIP = {"gradient_clip_val": 0.2}
 ON_EVERY_LAYOUT = [
-    Scenario("plain"),
-    Scenario("tied, clipped by norm", {"tied": True}, CLIP),
-    Scenario("frozen, clipped by norm", {"frozen": True}, CLIP),
-    Scenario("accumulated, clipped by norm", trainer=CLIP, micro_batches=4),
     Scenario("last batch smaller", num_samples=44),
+    Scenario("tied, clipped by norm", {"tied": True}, CLIP),
+    Scenario("accumulated, clipped by norm", trainer=CLIP, micro_batches=4),
 ]
 ON_EVERY_KIND = [
-    Scenario("unused parameters", {"unused": True}),
-    Scenario("clipped by value", trainer={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
+    Scenario("frozen, clipped by norm", {"frozen": True}, CLIP),
+    Scenario("unused parameters, last batch padded", {"unused": True}, num_samples=45),
     # Three batches an epoch in windows of two: the last window is not full.
-    Scenario("last window not full", trainer={"accumulate_grad_batches": 2}),
-    Scenario("last batch padded", num_samples=45),
+    Scenario(
+        "last window not full, clipped by value",
+        trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+    ),
     Scenario("bf16-mixed", trainer={"precision": "bf16-mixed"}, tolerance=5e-2),
 ]
 KINDS = ("dp2", "zero1x2", "zero2x2", "zero3x2", "tp2", "zero3_hsdp2x2", "dp2xtp2", "zero3x2xtp2")
-SCENARIOS = {scenario.name: scenario for scenario in ON_EVERY_LAYOUT + ON_EVERY_KIND}
 CASES = [(name, scenario) for name in LAYOUTS for scenario in ON_EVERY_LAYOUT]
 CASES += [(name, scenario) for name in KINDS for scenario in ON_EVERY_KIND]
 
 
-@pytest.fixture(scope="session")
-def one_process(ranks: Ranks) -> Callable[[Scenario, int], Outcome]:
-    """The reference of a scenario, trained once; the number of data ranks only orders samples."""
-
-    @cache
-    def reference(name: str, ranks_together: int) -> Outcome:
-        (outcome,) = ranks(1, train, SINGLE, SCENARIOS[name], ranks_together)
-        return outcome
-
-    def cached(scenario: Scenario, data_ranks: int) -> Outcome:
-        # Without padding the order is the same for any number of ranks.
-        needs_padding = scenario.num_samples % data_ranks
-        return reference(scenario.name, data_ranks if needs_padding else 1)
-
-    return cached
-
-
 @pytest.mark.parametrize(("name", "scenario"), CASES, ids=[f"{name}: {scenario.name}" for name, scenario in CASES])
-def test_parity(ranks: Ranks, one_process: Callable[[Scenario, int], Outcome], name: str, scenario: Scenario) -> None:
+def test_parity(ranks: Ranks, one_process: OneProcess, name: str, scenario: Scenario) -> None:
     layout = LAYOUTS[name]
-    expected = one_process(scenario, layout.data_parallel_size)
+    # The number of data ranks only orders the samples, and without padding the order is the same for any number.
+    needs_padding = scenario.num_samples % layout.data_parallel_size
+    expected = one_process(train, scenario, layout.data_parallel_size if needs_padding else 1)
     outcomes = ranks(layout.world_size, train, layout, scenario)
     whole, expected_whole = tensors(outcomes), tensors([expected])
     found = differences(whole, expected_whole, scenario.tolerance)

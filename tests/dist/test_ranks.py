@@ -6,12 +6,23 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.dist.ranks import RankError, RankPool, Ranks, RankTimeoutError
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """A pool of its own: what is killed here need not import again what the shared ranks hold."""
+    with RankPool(warm_modules=()) as pool:
+        pool.start(2)
+        yield pool.run
 
 
 def pid() -> int:
@@ -35,6 +46,16 @@ def leave_traces() -> None:
 def read_traces() -> tuple[bool, bool, torch.dtype, float, float]:
     draws = torch.rand(1).item(), random.random()
     return "LEFT_BEHIND" in os.environ, dist.is_initialized(), torch.get_default_dtype(), *draws
+
+
+def shard_and_gather() -> list[float]:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("axis",))
+    return distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).full_tensor().tolist()
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def raise_on(rank: int) -> None:
@@ -83,6 +104,12 @@ def test_a_call_leaves_no_trace(ranks: Ranks) -> None:
     assert before[0][:3] == (False, False, torch.float32)
 
 
+def test_groups_and_their_threads_go_with_the_call(ranks: Ranks) -> None:
+    before = ranks(2, num_threads)
+    assert ranks(2, shard_and_gather) == [[0.0, 1.0, 2.0, 3.0]] * 2
+    assert ranks(2, num_threads) == before
+
+
 def test_the_failing_rank_is_named_first_and_the_stuck_one_replaced(ranks: Ranks) -> None:
     before = ranks(2, pid)
     with pytest.raises(RankError, match="ValueError: rank 1 cannot go on") as caught:
@@ -120,7 +147,7 @@ def test_a_hang_ends_with_the_stack_of_the_hanging_rank(ranks: Ranks) -> None:
 
 
 def test_leaving_the_pool_ends_its_processes() -> None:
-    with RankPool() as pool:
+    with RankPool(warm_modules=()) as pool:
         (worker,) = pool.run(1, pid)
         os.kill(worker, 0)
     with pytest.raises(ProcessLookupError):

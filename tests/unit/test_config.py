@@ -28,9 +28,6 @@ from lightning_par.config.schema import AdamWConfig, LaunchConfig, StrategyConfi
 from lightning_par.launch import LaunchSettings
 from tests.unit.configuration import CONF, GROUPS, compose_train, no_launcher, options, write_book
 
-pytestmark = pytest.mark.unit
-
-
 TRAINER_ALONE = {
     "trainer.accelerator": "cpu",
     "trainer.enable_progress_bar": "false",

@@ -17,8 +17,6 @@ from examples.gpt.check import check
 from lightning_par.config import ConfigError, as_config_errors, check_layout, explain, resolve
 from tests.unit.configuration import CONF, compose_train, no_launcher
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
@@ -112,9 +110,17 @@ class TestMistakes:
 
     def test_layout_is_that_of_the_ranks_a_launcher_started(self, composed, monkeypatch) -> None:
         config = resolve(composed("strategy=hybrid", "trainer.accelerator=cpu"))
-        assert check_layout(config).as_dict() == {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 2}
-        monkeypatch.setenv("WORLD_SIZE", "8")
+        torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+        for name, value in {**torchrun, "WORLD_SIZE": "8"}.items():
+            monkeypatch.setenv(name, value)
         assert check_layout(config).as_dict() == {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "tp": 2}
+
+    def test_layout_is_that_of_the_ranks_to_be_started_in_an_interactive_shell(self, composed, monkeypatch) -> None:
+        shell = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_NAME": "bash"}
+        for name, value in {**shell, "WORLD_SIZE": "1"}.items():  # the latter is left over from something
+            monkeypatch.setenv(name, value)
+        config = resolve(composed("strategy=hybrid", "trainer.accelerator=cpu", "launch.devices=4"))
+        assert check_layout(config).as_dict() == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "tp": 2}
 
     def test_another_strategy_is_left_alone(self, composed) -> None:
         config = resolve(composed())

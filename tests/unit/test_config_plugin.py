@@ -18,8 +18,6 @@ from lightning_par import HybridStrategy
 from lightning_par.config import explain
 from tests.unit.configuration import ROOT, no_launcher, options
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:

@@ -15,8 +15,6 @@ from examples.gpt.model import GPT, GPTConfig, ResidualProjection, RotaryTable
 from examples.gpt.module import GPTModule, warmup_cosine
 from examples.gpt.sample import SampleText
 
-pytestmark = pytest.mark.unit
-
 TINY = {"vocab_size": 32, "block_size": 16, "num_layers": 2, "num_heads": 2, "hidden_size": 16}
 VARIANTS = {
     "learned": {"positions": "learned"},

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
 import lightning_par.launch as launch_module
-from lightning_par.launch import LaunchSettings, launch, restart_count, trainer_resources
+from lightning_par.launch import LaunchSettings, launch, restart_count, trainer_resources, world_size
 from lightning_par.process_group import ensure_process_group, rank_label, set_mesh_coordinates
 
 LAUNCHER_VARIABLES = ("TORCHELASTIC", "SLURM_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "OMP_NUM_THREADS")
@@ -47,8 +47,7 @@ def echo(config: dict[str, Any]) -> dict[str, Any]:
 def make_a_mess(config: dict[str, Any]) -> str:
     ensure_process_group(Alone(), "gloo")
     set_mesh_coordinates({"dp_shard": 0})
-    os.environ["WORLD_SIZE"] = "1"
-    os.environ.pop("LAUNCH_TEST", None)
+    os.environ["LAUNCH_TEST"] = "set by the worker"
     if config.get("fail"):
         raise ValueError("boom")
     return rank_label()
@@ -188,33 +187,36 @@ def test_threads_share_the_cores_unless_the_user_has_chosen(
     assert [call["num_threads"] for call in started] == [2, 1, 5]
 
 
-def test_in_place_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
-    monkeypatch.setenv("LAUNCH_TEST", "stays")
+def test_in_place_leaves_only_the_workers_variables_behind(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
+    monkeypatch.setenv("LAUNCH_TEST", "not yet")
     before = dict(os.environ)
     assert launch(make_a_mess, {}, LaunchSettings(in_place=True)) == "rank 0 of 1 (dp_shard=0)"
-    assert dict(os.environ) == before
+    assert dict(os.environ) == before | {"LAUNCH_TEST": "set by the worker"}
     assert not dist.is_initialized()
     assert rank_label() == "rank 0 of 1"
     assert started == []
 
 
-def test_in_place_failure_is_the_original_one_and_leaves_nothing_behind(capsys: pytest.CaptureFixture[str]) -> None:
-    before = dict(os.environ)
+def test_in_place_failure_is_the_original_one_and_leaves_no_group_behind(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LAUNCH_TEST", "not yet")
     with pytest.raises(ValueError, match="boom"):
         launch(make_a_mess, {"fail": True}, {"in_place": True})
-    assert dict(os.environ) == before
     assert not dist.is_initialized()
     assert "rank 0 of 1 (dp_shard=0) failed:" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("under_torchrun")
-def test_under_torchrun_the_worker_runs_here(started: list[Any]) -> None:
+def test_under_torchrun_the_worker_runs_here(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
     assert launch(echo, {"a": 1}, {}) == {"a": 1}
     assert launch(echo, {"a": 2}, {"devices": 1}) == {"a": 2}
     with pytest.raises(ValueError, match=r"launch.devices=2, but torchrun started 1 ranks"):
         launch(echo, {}, {"devices": 2})
     assert started == []
     assert trainer_resources() == {"devices": 1, "num_nodes": 1}
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert world_size(LaunchSettings()) == 8
 
 
 def test_under_srun_the_worker_runs_in_each_task(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
@@ -224,10 +226,14 @@ def test_under_srun_the_worker_runs_in_each_task(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, value)
     assert launch(echo, {"a": 1}, {}) == {"a": 1}
     assert trainer_resources() == {"devices": 2, "num_nodes": 2}
+    assert world_size(LaunchSettings(accelerator="cpu")) == 4
     assert started == []
-    launch(echo, {}, {"devices": 2, "accelerator": "cpu", "nnodes": 4, "rdzv_endpoint": "node0:29400"})
+    machines = LaunchSettings(devices=2, accelerator="cpu", nnodes=4, rdzv_endpoint="node0:29400")
+    launch(echo, {}, machines)
+    assert world_size(machines) == 8
     monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
     launch(echo, {}, {"devices": 1})
+    assert world_size(LaunchSettings(devices=3, accelerator="cpu")) == 3
     monkeypatch.setenv("SLURM_JOB_NAME", "train")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     launch(echo, {}, {"devices": 1})

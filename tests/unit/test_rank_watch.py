@@ -11,12 +11,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from lightning_par.elastic import _check_can_travel
+from lightning_par import elastic
+from lightning_par.elastic import _check_can_travel, _run_rank
 from lightning_par.rank_watch import RankFailedError, RankWatch
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -49,6 +52,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def leave_record(tmp_path: Path, rank: int, error: str, when: float, attempt: int = 0) -> None:
     record = {"time": when, "rank": rank, "label": f"rank {rank} of 2", "error": error, "traceback": f"at {error}\n"}
     (tmp_path / "run" / f"attempt_{attempt}" / str(rank) / "failure.json").write_text(json.dumps(record))
+
+
+def leave_mark(tmp_path: Path, rank: int) -> None:
+    (tmp_path / "run" / "attempt_0" / str(rank) / "finished.json").write_text("{}")
 
 
 def agent_error(rank: int, exit_code: int = 1) -> ChildFailedError:
@@ -129,14 +136,31 @@ def test_rank_that_ended_before_it_was_known(tmp_path: Path) -> None:
     assert str(failure).startswith("rank 1, process 7, ended with exit code 1; what it had to say about it is above")
 
 
-def test_rank_that_does_not_end_is_killed_after_the_grace_time(tmp_path: Path, start: Start) -> None:
-    with RankWatch(tmp_path, num_ranks=2, grace_seconds=0.3):
+@pytest.mark.parametrize(("exit_code", "finished"), [(1, False), (1, True), (0, False)])
+def test_rank_that_does_not_end_is_killed_some_time_after_a_failure(
+    exit_code: int, finished: bool, tmp_path: Path, start: Start
+) -> None:
+    with RankWatch(tmp_path, num_ranks=2, grace_seconds=0.3) as watch:
         stuck = start(0, DEAF)
         assert stuck.stdout is not None
         stuck.stdout.readline()  # it is deaf from now on
-        start(1, "raise SystemExit(1)")
+        start(1, f"import time; time.sleep(0.2); raise SystemExit({exit_code})")
+        if finished:
+            leave_mark(tmp_path, 1)
         stuck.terminate()
-        assert stuck.wait(timeout=20) == -signal.SIGKILL
+        wait_until(lambda: has_ended(stuck))
+        failure = watch.first_failure(agent_error(rank=0, exit_code=-signal.SIGKILL))
+    assert stuck.wait() == -signal.SIGKILL
+    assert (failure.rank, failure.exit_code) == (1, exit_code)
+
+
+def test_ranks_take_their_time_after_another_has_finished(tmp_path: Path, start: Start) -> None:
+    with RankWatch(tmp_path, num_ranks=2, grace_seconds=0.1):
+        busy = start(0, "import time; time.sleep(1)")
+        finished = start(1, "import time; time.sleep(0.2)")
+        leave_mark(tmp_path, 1)
+        wait_until(lambda: has_ended(busy))
+    assert (finished.wait(), busy.wait()) == (0, 0)
 
 
 def test_no_rank_outlives_the_watch(tmp_path: Path, start: Start) -> None:
@@ -156,6 +180,45 @@ def test_restart_is_told_with_its_cause(tmp_path: Path, start: Start, capsys: py
         failure = watch.first_failure(agent_error(rank=0))
     assert "rank 0 of 2 failed with ValueError: boom" in capsys.readouterr().err
     assert failure.exit_code == 4
+
+
+@pytest.fixture
+def as_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process as the agent would start it."""
+    for name, value in {
+        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"),
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    for name in ("leave_with_parent", "end_soon"):
+        monkeypatch.setattr(elastic, name, lambda *args: None)
+
+
+@pytest.mark.usefixtures("as_rank")
+@pytest.mark.parametrize(
+    ("end", "leaves", "marks"),
+    [
+        (None, None, {"finished"}),
+        (SystemExit(), None, {"finished"}),
+        (SystemExit(3), SystemExit, {"failure"}),
+        (ValueError("boom"), ValueError, {"failure"}),
+        (KeyboardInterrupt(), SystemExit, set()),
+    ],
+)
+def test_word_that_a_rank_leaves(
+    end: BaseException | None, leaves: type[BaseException] | None, marks: set[str], tmp_path: Path
+) -> None:
+    def work(config: dict[str, Any]) -> str:
+        if end is not None:
+            raise end
+        return "done"
+
+    with nullcontext() if leaves is None else pytest.raises(leaves) as raised:
+        assert _run_rank(work, {}, 1, os.getppid()) == (None if end else "done")
+    if isinstance(end, KeyboardInterrupt):
+        assert raised.value.code == 130
+    assert {path.stem for path in tmp_path.glob("*.json")} == {"started", *marks}
 
 
 def test_result_that_cannot_be_sent() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from lightning_par.trainer import script_children
 from lightning_par.trainer.script_children import Children, StuckWatch
 
 SLEEP = "import time; print(flush=True); time.sleep(60)"
@@ -32,7 +35,7 @@ def children() -> Iterator[Make]:
         for process, code in zip(processes, codes, strict=True):
             if SLEEP in code and process.stdout is not None:
                 process.stdout.readline()
-        return Children((), len(codes) + 1, 1, {"NODE_RANK": str(node_rank)}, processes)
+        return Children((), (len(codes) + 1, 1), {"NODE_RANK": str(node_rank)}, processes)
 
     yield make
     for process in made:
@@ -50,25 +53,43 @@ def children() -> Iterator[Make]:
 def test_waiting_comes_back_with_the_first_failure(bad: str, node_rank: int, message: str, children: Make) -> None:
     ranks = children(SLEEP, bad, node_rank=node_rank)
     start = time.monotonic()
-    failure = ranks.finish(seconds=50)
+    failure = ranks.finish()
     assert time.monotonic() - start < 40
     assert failure is not None
     assert re.match(message, str(failure))
     assert all(process.poll() is not None for process in ranks.processes)
 
 
-def test_healthy_children_are_waited_for_and_late_ones_ended(children: Make) -> None:
-    assert children(FINE, "import time; time.sleep(0.5)").finish(seconds=50) is None
-    late = children(SLEEP)
-    assert late.finish(seconds=0.3) is None
-    assert late.processes[0].poll() == -15
+def test_healthy_children_may_take_as_long_as_they_like(children: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = types.SimpleNamespace(monotonic=itertools.count(step=3600).__next__, sleep=time.sleep)
+    monkeypatch.setattr(script_children, "time", clock)  # each look at it is an hour later
+    ranks = children(FINE, "import time; time.sleep(1)")
+    assert ranks.finish() is None
+    assert [process.poll() for process in ranks.processes] == [0, 0]
+
+
+def test_children_of_a_failed_script_may_take_so_long(children: Make) -> None:
+    ranks = children(SLEEP)
+    assert ranks.finish(seconds=0.3) is None
+    assert ranks.processes[0].poll() == -15
+
+
+def test_interrupt_while_waiting_ends_the_children(children: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script_children, "time", types.SimpleNamespace(monotonic=time.monotonic, sleep=interrupt))
+    ranks = children(SLEEP)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.finish()
+    assert ranks.processes[0].poll() == -15
 
 
 def test_children_that_were_given_up_are_ended_without_another_word(children: Make) -> None:
     ranks = children(BAD, SLEEP)
     ranks.given_up = True
     start = time.monotonic()
-    assert ranks.finish(seconds=50) is None
+    assert ranks.finish() is None
     assert time.monotonic() - start < 40
     assert ranks.processes[1].poll() == -15
 
@@ -79,14 +100,11 @@ def test_deaf_children_are_killed(children: Make) -> None:
     assert ranks.processes[0].poll() == -9
 
 
-def test_missing_are_only_those_the_latest_trainer_needs(children: Make) -> None:
-    ranks = children(SLEEP, FINE, SLEEP, FINE)
-    ranks.wait(0.5)
-    for process in (ranks.processes[1], ranks.processes[3]):
-        process.wait(20)
-    assert ranks.missing() == [2, 4]
-    ranks.num_processes = 2
-    assert ranks.missing() == []
+def test_all_run_until_one_has_ended(children: Make) -> None:
+    assert children(SLEEP, SLEEP).all_run()
+    ranks = children(SLEEP, FINE)
+    ranks.processes[1].wait(20)
+    assert not ranks.all_run()
 
 
 def test_watch_leaves_a_main_thread_alone_that_goes_on_by_itself(children: Make) -> None:

@@ -19,8 +19,6 @@ from examples.gpt.data import TextData
 from examples.gpt.tokenizer import BPETokenizer
 from examples.gpt.tokens import TRAIN, VALIDATION, BlockDataset, TokenFiles, default_cache_dir
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
