@@ -6,6 +6,7 @@ leaves early, after its last (:mod:`lightning_par.pipeline_parallel.stage`).
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,7 +26,7 @@ from lightning_par.layout import ParallelLayout
 from lightning_par.pipeline_parallel.link import GradientSteering
 from lightning_par.pipeline_parallel.microbatches import batch_size_of, num_parts, split
 from lightning_par.pipeline_parallel.placement import build_stages
-from lightning_par.pipeline_parallel.runtime import Call, Pipeline
+from lightning_par.pipeline_parallel.runtime import Call, Pipeline, loss_of
 from lightning_par.pipeline_parallel.same_batch import check_same_batch
 from lightning_par.pipeline_parallel.schedules import (
     Schedule,
@@ -130,6 +131,7 @@ class PipelinedEngine(ParallelEngine):
             self._group,
             self.device,
             {index: _Steering(self, tree) for index, tree in self._tree_of.items()},
+            recomputes=self._settings.activation_checkpointing is not False,
         )
         self._parameters = self.parameters()
         self._fresh: list[Tensor | None] = []
@@ -151,7 +153,9 @@ class PipelinedEngine(ParallelEngine):
         options = self.options
         trunk = find_trunk(self.module, options.blocks)
         if options.split is None:
-            self.ranges = split_evenly_by_cost(*block_costs(self.module, trunk), self._num_stages)
+            self.ranges = split_evenly_by_cost(
+                *block_costs(self.module, trunk, options.first, options.last), self._num_stages
+            )
         else:
             self.ranges = split_by_hand(options.split, trunk.num_blocks, self._num_stages)
         self.trunk = trunk
@@ -226,8 +230,17 @@ class PipelinedEngine(ParallelEngine):
 
     def _calls(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Call]:
         batch, *rest = args
-        parts = split(batch, self._num_parts(batch_size_of(batch)))
+        parts = split(batch, self._num_parts(self._divisible_size(batch_size_of(batch))))
         return [Call(method, (part, *rest), kwargs) for part in parts]
+
+    def _divisible_size(self, batch_size: int) -> int:
+        """A number whose divisors divide this rank's batch; and all replicas', if they meet in every micro-batch."""
+        group = self.mesh.get_group("dp")
+        if group.size() == 1 or not self._settings.policy.reduces_each_micro_batch:
+            return batch_size
+        sizes = torch.empty(group.size(), dtype=torch.int64, device=self.device)
+        dist.all_gather_into_tensor(sizes, torch.tensor([batch_size], device=self.device), group=group)
+        return math.gcd(*sizes.tolist())
 
     def _num_parts(self, batch_size: int) -> int:
         wanted = self.options.num_microbatches
@@ -263,20 +276,23 @@ class PipelinedEngine(ParallelEngine):
             self._raise_together()
 
     def _run_stage(self, index: int, hidden: tuple[Tensor, ...], microbatch: int, call: Call) -> Any:
-        tree = self._tree_of[index]
+        tree, is_last = self._tree_of[index], index == self._num_stages - 1
         seed = self._batch_seed + microbatch
         # Up to the blocks all stages draw the same numbers; from there on each stage its own.
         torch.manual_seed(seed)
         tree.step_module.on_entry = lambda: torch.manual_seed(hash((seed, index)) % 2**62)
         try:
-            with self._context(index == self._num_stages - 1):
-                return tree(*hidden, method=call.method, args=call.args, kwargs=call.kwargs)
+            with self._context(is_last):
+                output = tree(*hidden, method=call.method, args=call.args, kwargs=call.kwargs)
+            if is_last and torch.is_grad_enabled():
+                loss_of(output)  # what has none is refused here, where all get to know
+            return output
         except Exception as error:
             if not self._is_verifying:
                 raise
             # The others wait for what this stage sends. All go on to the end of the batch, and raise together.
             self._error = self._error or error
-            return _nothing(hidden, index == self._num_stages - 1, self.device)
+            return _nothing(hidden, is_last, self.device)
 
     def _raise_together(self) -> None:
         own = None if self._error is None else f"{type(self._error).__name__}: {self._error}"

@@ -47,6 +47,8 @@ class LinkedStage(PipelineStage):
         group: The ``pp`` axis.
         rank_of_stage: Rank in ``group`` that holds each stage.
         steering: When gradients are reduced.
+        recomputes: Whether the stage computes activations again in its backward. It then runs in one even if the
+            schedule splits it: halves would each compute them again.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class LinkedStage(PipelineStage):
         group: dist.ProcessGroup,
         rank_of_stage: list[int],
         steering: GradientSteering,
+        recomputes: bool = False,
     ) -> None:
-        super().__init__(_Opaque(module), stage_index, num_stages, device, group=group)
+        weights_later = (lambda: _nothing_left) if recomputes else None
+        super().__init__(_Opaque(module), stage_index, num_stages, device, group=group, dw_builder=weights_later)
         self.stage_index_to_group_rank = dict(enumerate(rank_of_stage))
         self.has_backward = False
         self.args_recv_info = defaultdict(tuple)  # which torch reads to see that only neighbours talk
@@ -122,6 +126,14 @@ class LinkedStage(PipelineStage):
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
         needs_gradient = self.has_backward and torch.is_grad_enabled()
         return (self._inputs.pop(fwd_chunk_id).requires_grad_(needs_gradient),)
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one micro-batch; an error is the user's own, not torch's around it."""
+        try:
+            return super().forward_one_chunk(*args, **kwargs)
+        except RuntimeError as error:
+            own = error.__cause__ or error
+        raise own
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run one micro-batch."""
@@ -193,6 +205,10 @@ class LinkedStage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """After the last backward of a batch."""
         self._steering.after_all()
+
+
+def _nothing_left() -> None:
+    """The second half of a backward that has run in one."""
 
 
 class _Opaque(nn.Module):

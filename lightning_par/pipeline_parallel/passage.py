@@ -120,8 +120,8 @@ class Passage:
     def _watch(self, name: str, block: nn.Module, stack: ExitStack) -> None:
         origin = Origin(
             f"parameters of {name}, or what it computes inside",
-            "Only the hidden state leaves a stage, so the same of other stages' blocks is missing here. Leave it out, or "
-            "use pipeline_parallel_size=1.",
+            "Only the hidden state leaves a stage, so the same of other stages' blocks is missing here. Call blocks as "
+            "block(hidden, ...) and leave out what uses them otherwise, or use pipeline_parallel_size=1.",
             is_local=True,
         )
         self.mark(list(block.parameters()), origin)
@@ -181,7 +181,7 @@ class _Follow(TorchDispatchMode):
 
 def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
     for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor) and torch._C._has_storage(leaf):  # sparse ones have none
             yield leaf.untyped_storage()
         elif isinstance(leaf, torch.UntypedStorage):
             yield leaf

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_par.pipeline_parallel.link import GradientSteering, LinkedStage
 from lightning_par.pipeline_parallel.schedules import Schedule, check_num_microbatches
 
-__all__ = ["Call", "Pipeline"]
+__all__ = ["Call", "Pipeline", "loss_of"]
 
 _MAX_SHAPES = 64
 """Shapes of batches whose links are kept."""
@@ -39,6 +39,7 @@ class Pipeline:
         group: The ``pp`` axis.
         device: This rank's device.
         steering: When each local stage's gradients are reduced, by its index.
+        recomputes: Whether stages compute activations again in their backwards.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Pipeline:
         group: dist.ProcessGroup,
         device: torch.device,
         steering: Mapping[int, GradientSteering],
+        recomputes: bool = False,
     ) -> None:
         self._stages = stages
         self._num_stages = num_stages
@@ -57,6 +59,7 @@ class Pipeline:
         self._group = group
         self._device = device
         self._steering = steering
+        self._recomputes = recomputes
         self._run = run
         self._rank_of_stage = ranks_of_stages(schedule, num_stages, group.size())
         self._links: dict[Any, list[LinkedStage]] = {}
@@ -145,6 +148,7 @@ class Pipeline:
             self._group,
             self._rank_of_stage,
             self._steering[index],
+            self._recomputes,
         )
 
     def _run_stage(self, index: int, hidden: tuple[Tensor, ...], microbatch: int) -> Any:

@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lightning_par import HybridStrategy
+from lightning_par.engine import engine_of
+from lightning_par.pipeline_parallel import SCHEDULES
+from lightning_par.pipeline_parallel.standins import Placeholder
 from tests.dist.models import TinyGPT, token_data
 from tests.dist.pieces import Pieces, Weights, assemble, piece, pieces
 
@@ -63,6 +66,7 @@ class Layout:
 
 
 SINGLE = Layout("single")
+INTERLEAVED = {"schedule": "interleaved_1f1b"}
 LAYOUTS = {
     layout.name: layout
     for layout in [
@@ -84,9 +88,31 @@ LAYOUTS = {
 }
 
 
+PIPELINES = {
+    layout.name: layout
+    for layout in [
+        Layout("pp2", 2, {"pipeline_parallel_size": 2}),
+        Layout("pp4", 4, {"pipeline_parallel_size": 4}),
+        *(
+            Layout(f"pp2 {schedule}", 2, {"pipeline_parallel_size": 2, "schedule": schedule})
+            for schedule in SCHEDULES
+            if schedule != "1f1b"
+        ),
+        Layout("pp2xdp2", 4, {"pipeline_parallel_size": 2}),
+        Layout("pp2xtp2", 4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+        *(Layout(f"pp2xzero{stage}x2", 4, {"pipeline_parallel_size": 2, "zero_stage": stage}) for stage in (1, 2, 3)),
+        Layout("pp2xzero3x2 interleaved_1f1b", 4, {"pipeline_parallel_size": 2, "zero_stage": 3, **INTERLEAVED}),
+        Layout("pp2xzero3x2 zbv", 4, {"pipeline_parallel_size": 2, "zero_stage": 3, "schedule": "zbv"}),
+        Layout("pp2xzero3x2xtp2", 8, {"pipeline_parallel_size": 2, "zero_stage": 3, "tensor_parallel_size": 2}),
+    ]
+}
+
+ALL = LAYOUTS | PIPELINES
+
+
 def layouts(*names: str) -> pytest.MarkDecorator:
     """Parametrise `layout` over the named layouts."""
-    return pytest.mark.parametrize("layout", [LAYOUTS[name] for name in names], ids=names)
+    return pytest.mark.parametrize("layout", [ALL[name] for name in names], ids=names)
 
 
 @dataclass(frozen=True)
@@ -176,20 +202,28 @@ class Recorder(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TinyGPT, optimizer: Optimizer) -> None:
         _check_tie(pl_module)
         # Now, because a module may show gathered parameters at other times than its optimizer's.
-        self._names = {parameter: name for name, parameter in pl_module.named_parameters()}
+        self._names = {parameter: name for name, parameter in named_parameters(pl_module)}
         gradients = {name: parameter.grad for parameter, name in self._names.items()}
         self.outcome.gradients.append(pieces({k: v for k, v in gradients.items() if v is not None}))
         self.outcome.learning_rates.append([group["lr"] for group in optimizer.param_groups])
 
     def on_train_end(self, trainer: Trainer, pl_module: TinyGPT) -> None:
         _check_tie(pl_module)
-        self.outcome.weights = pieces(pl_module.named_parameters())
+        self.outcome.weights = pieces(named_parameters(pl_module))
         for parameter, state in trainer.optimizers[0].state.items():
             for key, value in state.items():
                 self.outcome.moments[f"{self._names[parameter]}.{key}"] = piece(value)
 
 
+def named_parameters(module: LightningModule) -> list[tuple[str, Tensor]]:
+    """The module's parameters by their first names in the whole module, of which a stage may lack the first place."""
+    first_names = getattr(engine_of(module), "first_name_of", {})
+    return [(first_names.get(name, name), parameter) for name, parameter in module.named_parameters()]
+
+
 def _check_tie(module: TinyGPT) -> None:
+    if any(isinstance(inner, Placeholder) for inner in (module.net.head, module.net.tokens)):
+        return  # they are on two stages
     is_tied = module.net.head.weight is module.net.tokens.weight
     assert is_tied == module.hparams["tied"], f"head and embedding are one parameter: {is_tied}"
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.dist.parity import LAYOUTS, Scenario, differences, gradient_norms, numbers, report, tensors, train
+from tests.dist.parity import (
+    ALL,
+    LAYOUTS,
+    PIPELINES,
+    Scenario,
+    differences,
+    gradient_norms,
+    numbers,
+    report,
+    tensors,
+    train,
+)
 from tests.dist.ranks import OneProcess, Ranks
 
 CLIP = {"gradient_clip_val": 0.2}
@@ -27,11 +38,23 @@ ON_EVERY_KIND = [
 KINDS = ("dp2", "zero1x2", "zero2x2", "zero3x2", "tp2", "zero3_hsdp2x2", "dp2xtp2", "zero3x2xtp2")
 CASES = [(name, scenario) for name in LAYOUTS for scenario in ON_EVERY_LAYOUT]
 CASES += [(name, scenario) for name in KINDS for scenario in ON_EVERY_KIND]
+BLOCKS = {"num_blocks": 4}
+ON_EVERY_PIPELINE = [
+    Scenario("tied, clipped by norm, last batch smaller", {**BLOCKS, "tied": True}, CLIP, num_samples=44)
+]
+ON_SOME_PIPELINES = [
+    Scenario("accumulated, clipped by norm", BLOCKS, CLIP, micro_batches=2),
+    Scenario("frozen, unused parameters", {**BLOCKS, "frozen": True, "unused": True}),
+]
+SOME_PIPELINES = ("pp2", "pp2 zbv", "pp2xdp2", "pp2xzero1x2", "pp2xzero3x2")
+CASES += [(name, scenario) for name in PIPELINES for scenario in ON_EVERY_PIPELINE]
+CASES += [(name, scenario) for name in SOME_PIPELINES for scenario in ON_SOME_PIPELINES]
+CASES += [("pp2", Scenario("bf16-mixed", BLOCKS, {"precision": "bf16-mixed"}, tolerance=5e-2))]
 
 
 @pytest.mark.parametrize(("name", "scenario"), CASES, ids=[f"{name}: {scenario.name}" for name, scenario in CASES])
 def test_parity(ranks: Ranks, one_process: OneProcess, name: str, scenario: Scenario) -> None:
-    layout = LAYOUTS[name]
+    layout = ALL[name]
     # The number of data ranks only orders the samples, and without padding the order is the same for any number.
     needs_padding = scenario.num_samples % layout.data_parallel_size
     expected = one_process(train, scenario, layout.data_parallel_size if needs_padding else 1)

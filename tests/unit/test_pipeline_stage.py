@@ -167,6 +167,11 @@ def shape_only(module: Any, x: Tensor) -> Tensor:
     return module.head(x + ones)
 
 
+def sparse(module: Any, x: Tensor) -> Tensor:
+    weights = torch.eye(x.shape[1]).to_sparse()
+    return chain(module, torch.stack([torch.sparse.mm(weights, row) for row in x]))
+
+
 @pytest.mark.parametrize("placement", ["three", "v"])
 @pytest.mark.parametrize(
     ("body", "block"),
@@ -178,6 +183,7 @@ def shape_only(module: Any, x: Tensor) -> Tensor:
         (chain, Reading),
         (keyword, Keyword),
         (shape_only, Residual),
+        (sparse, Residual),
     ],
 )
 def test_what_can_be_split(body: Any, block: type[nn.Module], placement: str) -> None:
@@ -354,7 +360,7 @@ REFUSED = {
     "weights in the loss": (regularizes, Residual, r"uses parameters of blocks\.\d"),
     "trunk run twice": (runs_twice, Residual, r"calls blocks\.\d twice"),
     "never entered": (never_enters, Residual, r"returned without calling blocks\.0"),
-    "blocks not called": (goes_round_calls, Residual, r"returned without calling blocks\.0.*block\(hidden"),
+    "blocks not called": (goes_round_calls, Residual, r"uses parameters of blocks\.0.*Call blocks as block\(hidden"),
     "blocks left out": (starts_late, Residual, r"calls blocks\.3 without having called the first block"),
     "numbers read": (reads_numbers, Residual, r"reads numbers of what comes from embed"),
     "no floating hidden": (passes_integers, Float, r"blocks\.\d is called without a floating-point tensor"),
