@@ -311,6 +311,7 @@ class PipelinedEngine(ParallelEngine):
     def remove(self) -> None:
         """Take the layout off the module again, which is left whole and on the host. A collective of the mesh."""
         super().remove()
+        vars(self.module).pop("forward", None)  # where a trainer has put its own
         elsewhere = self._fetch_absent()
         self._staged.restore(lambda name, tensor: tensor.copy_(elsewhere[name]))
 

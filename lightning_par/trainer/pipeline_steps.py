@@ -26,31 +26,47 @@ Precision: TypeAlias = Callable[[], AbstractContextManager[Any]]
 class PipelineSteps:
     """Runs steps of a module that is split into stages.
 
+    Outside of steps ``module(...)`` goes through all stages too, so that a callback may call it, on all ranks together.
+
     Args:
         engine: The engine.
         module: The user's module.
+        precision: Context of such a call.
     """
 
-    def __init__(self, engine: PipelinedEngine, module: LightningModule) -> None:
+    def __init__(self, engine: PipelinedEngine, module: LightningModule, precision: Precision) -> None:
         self._engine = engine
         self._module = module
+        self._precision = precision
+        vars(module)["forward"] = self._forward_outside
 
     def train(self, args: tuple[Any, ...], loss_scale: float, context: Precision) -> Any:
         """Forward and backward of a batch; what the step returned is merged over micro-batches, on every rank."""
-        with self._recorder() as recorder:
+        with self._inside() as recorder:
             outputs = self._engine.train_batch(args, loss_scale, partial(_around_stage, recorder, context))
         return self._share(outputs, recorder)
 
     def evaluate(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Precision) -> Any:
         """Forward of a batch by ``validation_step``, ``test_step`` or ``predict_step``."""
-        with self._recorder() as recorder:
+        with self._inside() as recorder:
             outputs = self._engine.evaluate_batch(method, args, kwargs, partial(_around_stage, recorder, context))
         return self._share(outputs, recorder)
 
-    def _recorder(self) -> Any:
+    @torch.no_grad()
+    def _forward_outside(self, *args: Any, **kwargs: Any) -> Any:
+        return self.evaluate("forward", args, kwargs, self._precision)
+
+    @contextmanager
+    def _inside(self) -> Iterator[LogRecorder]:
+        """Around a batch: the module is itself again, but for what it logs."""
         copies: list[Any] = [tree.module for tree in self._engine.trees]  # with one stage a rank the module itself
         modules = {id(module): module for module in (self._module, *copies)}
-        return LogRecorder().recording(list(modules.values()))
+        vars(self._module).pop("forward", None)
+        try:
+            with LogRecorder().recording(list(modules.values())) as recorder:
+                yield recorder
+        finally:
+            vars(self._module)["forward"] = self._forward_outside
 
     def _share(self, outputs: list[Any], recorder: LogRecorder) -> Any:
         content: Any = None

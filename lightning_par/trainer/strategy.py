@@ -262,7 +262,7 @@ class HybridStrategy(CheckpointHooks):
                 refuse_under_a_pipeline(module)
                 self._optimizer_order = optimizer_order(trainer, module)
                 engine = PipelinedEngine(module, self.layout, self.mesh, options=self._pipeline, **options)
-                self._pipeline_steps = PipelineSteps(engine, module)
+                self._pipeline_steps = PipelineSteps(engine, module, self.precision_plugin.forward_context)
                 adopt_states_over(module, self.mesh.get_group("pp"), engine.last_rank, self.root_device)
                 self._engine = engine
             else:

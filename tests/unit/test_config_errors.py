@@ -113,7 +113,7 @@ class TestMistakes:
         torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
         for name, value in {**torchrun, "WORLD_SIZE": "8"}.items():
             monkeypatch.setenv(name, value)
-        assert check_layout(config).as_dict() == {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "tp": 2}
+        assert check_layout(config).as_dict() == {"pp": 2, "dp_replicate": 2, "dp_shard": 1, "tp": 2}
 
     def test_layout_is_that_of_the_ranks_to_be_started_in_an_interactive_shell(self, composed, monkeypatch) -> None:
         shell = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_NAME": "bash"}
