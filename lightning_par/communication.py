@@ -169,8 +169,8 @@ def _axes_by_group(mesh: DeviceMesh | None) -> dict[str, str]:
 
 def _has_axis(mesh: DeviceMesh, name: str) -> bool:
     try:
-        return mesh[name].size() > 1
-    except KeyError:  # a mesh without the flattened axis
+        return mesh.get_group(name).size() > 1
+    except (KeyError, RuntimeError, ValueError):  # a mesh without the flattened axis
         return False
 
 

@@ -204,7 +204,7 @@ class TestSchema:
     def test_strategy_has_all_arguments_with_their_defaults(self) -> None:
         parameters = inspect.signature(HybridStrategy).parameters
         expected = {name: p.default for name, p in parameters.items() if name not in self.FILLED_BY_TRAINER}
-        found = self.defaults(StrategyConfig)
+        found = {k: tuple(v) if isinstance(v, list) else v for k, v in self.defaults(StrategyConfig).items()}
         assert timedelta(seconds=found.pop("timeout").seconds) == expected.pop("timeout")
         assert found == expected
 

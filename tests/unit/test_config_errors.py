@@ -120,7 +120,7 @@ class TestMistakes:
         for name, value in {**shell, "WORLD_SIZE": "1"}.items():  # the latter is left over from something
             monkeypatch.setenv(name, value)
         config = resolve(composed("strategy=hybrid", "trainer.accelerator=cpu", "launch.devices=4"))
-        assert check_layout(config).as_dict() == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "tp": 2}
+        assert check_layout(config).as_dict() == {"pp": 2, "dp_replicate": 1, "dp_shard": 1, "tp": 2}
 
     def test_another_strategy_is_left_alone(self, composed) -> None:
         config = resolve(composed())

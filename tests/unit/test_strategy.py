@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from lightning_par import DPStrategy, HybridStrategy, TPStrategy, ZeROStrategy
 from lightning_par.checkpoint import to_plain
+from lightning_par.gradients import NormScope
 from lightning_par.trainer.callbacks import format_bytes
 from lightning_par.trainer.mesh_strategy import _reduce_operation
 from lightning_par.trainer.precision import connect_precision
@@ -61,7 +62,14 @@ def test_stage_of_registered_names() -> None:
         (lambda: HybridStrategy(zero_stage=5), "zero_stage=5 is unknown"),
         (lambda: ZeROStrategy(stage=0), "stage=0 shards nothing. Use DPStrategy"),
         (lambda: ZeROStrategy(stage=7), "zero_stage=7 is unknown"),
-        (lambda: HybridStrategy(pipeline_parallel_size=2), "pipelines are not available yet"),
+        (lambda: HybridStrategy(pipeline_parallel_size=0), "pipeline_parallel_size=0 must be a positive integer"),
+        (lambda: HybridStrategy(schedule="1f2b"), "schedule='1f2b' is unknown. Did you mean '1f1b'"),
+        (lambda: HybridStrategy(num_virtual_stages=3), "num_virtual_stages=3 does not fit schedule='1f1b'"),
+        (lambda: HybridStrategy(activation_checkpointing="some"), "activation_checkpointing='some' is unknown"),
+        (
+            lambda: _trainer(HybridStrategy(pipeline_parallel_size=4, data_parallel_size=1, num_microbatches=2)),
+            "num_microbatches=2 does not fit schedule='1f1b', which needs at least 4",
+        ),
         (lambda: HybridStrategy(data_parallel_size="auto", tensor_parallel_size="auto"), "Only one degree"),
         (lambda: _trainer(HybridStrategy(tensor_parallel_size=3)), "3 does not divide 4"),
         (lambda: _trainer(HybridStrategy(data_parallel_size=2)), "= 2 ranks, but the job has 4"),
@@ -83,7 +91,7 @@ def test_precision_that_changes_layers_is_refused() -> None:
         """Stands for plugins that replace layers."""
 
     with pytest.raises(MisconfigurationException, match="Quantised is not supported.*'bf16-mixed'"):
-        connect_precision(Quantised(), CPU, lambda norm: None)
+        connect_precision(Quantised(), CPU, lambda norm: None, NormScope)
 
 
 def test_mesh_and_engine_say_when_they_exist() -> None:
