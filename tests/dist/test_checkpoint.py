@@ -50,7 +50,7 @@ class ScaledGPT(TinyGPT):
     """Has a parameter of one element: its moments are sharded like any other's, unlike Adam's step counts."""
 
     def __init__(self) -> None:
-        super().__init__(tied=True)
+        super().__init__(num_blocks=1, tied=True)
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def save_by_callback(layout: Layout, folder: str) -> tuple[list[str], float]:
     keeper = ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, save_last=True, every_n_train_steps=None)
     trainer = layout.trainer(max_epochs=3, callbacks=[keeper], enable_checkpointing=True)
     data = DataLoader(token_data(BATCH), BATCH // layout.data_parallel_size)
-    trainer.fit(TinyGPT(), data, data)
+    trainer.fit(TinyGPT(num_blocks=1), data, data)
     trainer.test(ckpt_path="best", dataloaders=data, verbose=False)
     return sorted(path.name for path in Path(folder).iterdir()), float(trainer.callback_metrics["test_loss"])
 
@@ -140,7 +140,7 @@ class WithConfig(TinyGPT):
     """Keeps an OmegaConf configuration among its hyperparameters."""
 
     def __init__(self, cfg: Any) -> None:
-        super().__init__(tied=cfg["tied"])
+        super().__init__(num_blocks=1, tied=cfg["tied"])
         self.save_hyperparameters()
 
 
@@ -148,7 +148,7 @@ class Configured(TinyGPT):
     """Has an OmegaConf configuration for its hyperparameters."""
 
     def __init__(self, cfg: Any) -> None:
-        super().__init__(tied=cfg["tied"])
+        super().__init__(num_blocks=1, tied=cfg["tied"])
         self.save_hyperparameters(cfg)
 
 
@@ -181,7 +181,7 @@ def fail_and_save(layout: Layout, folder: str) -> None:
     """An exception, with a callback that wants to save then."""
     callbacks = [Failing(), OnExceptionCheckpoint(folder)]
     trainer = layout.trainer(max_steps=3, callbacks=callbacks, enable_checkpointing=True)
-    trainer.fit(TinyGPT(), DataLoader(token_data(16), 4))
+    trainer.fit(TinyGPT(num_blocks=1), DataLoader(token_data(16), 4))
 
 
 @pytest.mark.parametrize("name", ["dp2", "zero3x2"])

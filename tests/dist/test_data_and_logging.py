@@ -134,7 +134,7 @@ def test_an_own_split_of_different_lengths_is_refused_on_all_ranks(ranks: Ranks,
 def predictions(layout: Layout, num_samples: int) -> list[tuple[int, list[int]]]:
     torch.manual_seed(0)
     loader = DataLoader(token_data(num_samples), batch_size=2)
-    batches = layout.trainer().predict(TinyGPT(), loader)
+    batches = layout.trainer().predict(TinyGPT(num_blocks=1), loader)
     return [
         (index, tokens)
         for indices, outputs in batches
@@ -159,7 +159,7 @@ def test_predict_returns_each_sample_once(ranks: Ranks, one_process: OneProcess,
 
 def losses_of_stages(layout: Layout) -> dict[str, float]:
     torch.manual_seed(0)
-    module = TinyGPT()
+    module = TinyGPT(num_blocks=1)
     batch = 4 // layout.data_parallel_size
     loader = DataLoader(token_data(12, seed=1), batch_size=batch)
     losses = {"untrained": layout.trainer().validate(module, loader)[0]["val_loss"]}
@@ -307,7 +307,7 @@ def train_with_callbacks(layout: Layout, monitor: str, folder: Path) -> dict[str
     val_loader = DataLoader(token_data(8, seed=1), batch_size=batch)
     # One batch an epoch: in what order it is seen does not matter.
     train_loader = DataLoader(token_data(16), batch_size=16 // layout.data_parallel_size)
-    trainer.fit(Disagreeing(learning_rate=0.1), train_loader, val_loader)
+    trainer.fit(Disagreeing(num_blocks=1, learning_rate=0.1), train_loader, val_loader)
     return {
         "stopped_epoch": stopping.stopped_epoch,
         "steps": trainer.global_step,

@@ -81,7 +81,7 @@ def overflow_once(layout: Layout) -> tuple[list[float], list[Pieces]]:
         gradient_clip_val=1.0,
     )
     torch.manual_seed(0)
-    trainer.fit(TinyGPT(), loader(layout, 32, 8))
+    trainer.fit(TinyGPT(num_blocks=1), loader(layout, 32, 8))
     return overflow.scales, overflow.weights
 
 
