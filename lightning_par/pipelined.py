@@ -238,8 +238,9 @@ class PipelinedEngine(ParallelEngine):
         group = self.mesh.get_group("dp")
         if group.size() == 1 or not self._settings.policy.reduces_each_micro_batch:
             return batch_size
-        sizes = torch.empty(group.size(), dtype=torch.int64, device=self.device)
-        dist.all_gather_into_tensor(sizes, torch.tensor([batch_size], device=self.device), group=group)
+        sizes = torch.zeros(group.size(), dtype=torch.int64, device=self.device)
+        sizes[group.rank()] = batch_size
+        dist.all_reduce(sizes, group=group)
         return math.gcd(*sizes.tolist())
 
     def _num_parts(self, batch_size: int) -> int:

@@ -57,11 +57,15 @@ def _all_reduce(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     return total
 
 
+# The name differs between torch releases.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 def _gather(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     # The collective stacks along dim 0.
     part = tensor.contiguous()
     stacked = part.new_empty(axis.size * part.shape[0], *part.shape[1:])
-    dist.all_gather_into_tensor(stacked, part, group=axis.group)
+    _all_gather(stacked, part, group=axis.group)
     return torch.cat(stacked.chunk(axis.size), dim)
 
 
