@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.parity import ALL, SINGLE
+from tests.dist.parity import LAYOUTS, SINGLE
 from tests.dist.ranks import OneProcess, RankPool, Ranks
 
 TEST_TIMEOUT = 60
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def ranks() -> Iterator[Ranks]:
     """`ranks(world_size, fn, *args, timeout=45, **kwargs)`: one return value per rank."""
     with RankPool() as pool:
-        pool.start(max(layout.world_size for layout in ALL.values()))
+        pool.start(max(layout.world_size for layout in LAYOUTS.values()))
         yield pool.run
 
 
