@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from lightning_par.mesh_caches import forget_meshes
+
 __all__ = [
     "Cluster",
     "destroy_process_group",
@@ -129,6 +131,7 @@ def destroy_process_group() -> None:
     """Destroy the default group, if there is one, and forget its coordinates. Does not wait for other ranks."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+        forget_meshes()
     _STATE.members = _STATE.group_store = _STATE.group = None
     _STATE.coordinates = {}
 

@@ -21,10 +21,6 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor._collective_utils import MeshTopoInfo
-from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 SECONDARY_SIGNS = ("connection closed", "connection reset", "broken pipe", "timed out", "diststore")
 """What a rank says when its peer has gone: a consequence, shown after the causes."""
@@ -110,7 +106,8 @@ class _State:
     def restore(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
-        _forget_meshes()
+        if "torch.distributed.tensor" in sys.modules:  # a pool that is warmed with nothing may do without lightning_par
+            importlib.import_module("lightning_par.mesh_caches").forget_meshes()
         os.environ.clear()
         os.environ.update(self._environment)
         random.setstate(self._python)
@@ -121,18 +118,3 @@ class _State:
         torch.set_num_threads(1)
         for _ in range(2):  # what a tensor held in C++ is garbage only after the first
             gc.collect()
-
-
-def _forget_meshes() -> None:
-    """Empty torch's caches, which hold the meshes of groups that are gone, and those groups' threads with them.
-
-    A later mesh that is equal to one of them would find it there.
-    """
-    _clear_sharding_prop_cache()
-    clear_redistribute_planner_cache()
-    for cached in (
-        _gen_transform_infos,
-        MeshTopoInfo.build_from_mesh,
-        ShardingPropagator._propagate_tensor_meta_cached,
-    ):
-        cached.cache_clear()

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import HybridStrategy
 from lightning_par.engine import engine_of
+from lightning_par.process_group import destroy_process_group
 from tests.dist.models import HEADS, TinyGPT, token_data
 from tests.dist.parity import LAYOUTS, SINGLE, Layout, RanksTogether, layouts, relative_difference
 from tests.dist.ranks import OneProcess, Ranks
@@ -181,3 +182,21 @@ def test_shapes_that_do_not_divide(ranks: Ranks, one_process: OneProcess, layout
     for weights in ranks(layout.world_size, train_uneven, layout):
         for name, weight in weights.items():
             assert relative_difference(weight, expected[name]) <= 1e-5, name
+
+
+def roots_after_a_new_group(layout: Layout) -> list[bool]:
+    """Whether parameters and moments of a second run are on its own mesh, though it equals the first run's."""
+    for _ in range(2):
+        destroy_process_group()
+        module = TinyGPT(num_blocks=1)
+        trainer = layout.trainer(max_epochs=1)
+        trainer.fit(module, _loader(layout, 16))
+    moments = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
+    held = [tensor for tensor in (*module.parameters(), *moments) if isinstance(tensor, DTensor)]
+    return [tensor.device_mesh._get_root_mesh() is trainer.strategy.mesh for tensor in held]
+
+
+@layouts("zero3x2", "tp2")
+def test_a_new_group_is_not_taken_for_an_earlier_one(ranks: Ranks, layout: Layout) -> None:
+    for on_own_mesh in ranks(2, roots_after_a_new_group, layout):
+        assert on_own_mesh and all(on_own_mesh)
