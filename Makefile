@@ -14,8 +14,9 @@ help: ## Show this text
 train: $(READY) ## Train the example GPT; ARGS are Hydra overrides
 	$(VENV)/bin/python examples/train.py $(ARGS)
 
+# Tests that share warm ranks stay on one worker; the other starts scripts and runs what needs no rank.
 test: $(READY) ## Run the tests; ARGS are pytest's
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: $(READY) ## Lint, format check, types, spelling
 	$(VENV)/bin/ruff check .

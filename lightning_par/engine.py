@@ -9,17 +9,19 @@ The engine knows torch and nothing of Lightning: trainers drive it through :meth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_par.activation_checkpointing import Checkpointing, check_checkpointing
 from lightning_par.data_parallel import (
     ZERO_POLICIES,
+    ParameterServer,
+    ServerOptions,
     average_whole_gradients,
     places_in_several,
     whole_parameters,
@@ -64,6 +66,7 @@ class ParallelEngine:
         find_unused_parameters: Whether to cope with parameters that a step does not use, on some ranks or on all.
         steps_inside: Whether the user's step runs backward and steps optimizers itself.
         activation_checkpointing: Whether blocks compute their activations again in backward.
+        parameter_server: Which rank of the data axis averages gradients and steps; ``None`` for all of them.
 
     Raises:
         ValueError: If the layout does not suit the module (see :mod:`lightning_par.tensor_parallel`), or meta
@@ -83,6 +86,7 @@ class ParallelEngine:
         find_unused_parameters: bool = True,
         steps_inside: bool = False,
         activation_checkpointing: Checkpointing = False,
+        parameter_server: ServerOptions | None = None,
     ) -> None:
         check_checkpointing(activation_checkpointing)
         self.module = module
@@ -105,8 +109,8 @@ class ParallelEngine:
             find_unused_parameters=find_unused_parameters,
             steps_inside=steps_inside,
             activation_checkpointing=activation_checkpointing,
+            parameter_server=parameter_server if layout.data_parallel_size > 1 else None,
         )
-        self.norm_scope = NormScope(device=device)
         self._is_last_micro_batch = True
         self._checks_gradients = layout.tp > 1
         roots = self._split()
@@ -114,6 +118,9 @@ class ParallelEngine:
         shared = places_in_several([root.module for root in roots])
         self._trees = [Tree(root, self._settings, shared) for root in roots]
         self._whole = whole_parameters(module, shared) if self._settings.composes_units else []
+        self.server = self._make_server()
+        told_by = None if self.server is None else (self.server.group, self.server.rank)
+        self.norm_scope = NormScope(device=device, told_by=told_by)
         self._laid_out = _modules_with_parameters(module)
         self._footprint.complete()
         vars(module)[_Link.NAME] = _Link(self)
@@ -121,6 +128,19 @@ class ParallelEngine:
     def _split(self) -> list[Any]:
         """Cut the module into the trees that this rank calls."""
         return [StepModule(self.module)]
+
+    def _make_server(self) -> ParameterServer | None:
+        options = self._settings.parameter_server
+        if options is None:
+            return None
+        return ParameterServer(
+            self.module.parameters,
+            self.mesh.get_group("dp"),
+            options,
+            # A schedule puts gradients together from micro-batches, and hands them over at its end.
+            overlaps=self.layout.pp == 1,
+            device=self.device,
+        )
 
     @property
     def trees(self) -> list[Tree]:
@@ -135,6 +155,8 @@ class ParallelEngine:
     def remove(self) -> None:
         """Take the layout off the module again, which is left whole and on the host. A collective of the mesh."""
         self.release()
+        if self.server is not None:
+            self.server.close()
         self._footprint.remove()
         del vars(self.module)[_Link.NAME]
 
@@ -168,10 +190,14 @@ class ParallelEngine:
     def before_evaluation(self) -> None:
         """Give every rank the batch-norm statistics of the first, as the checkpoint has them. A collective."""
         norms = (module for module in self.module.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
-        equalize([buffer for norm in norms for buffer in norm.buffers(recurse=False)], self.mesh)
+        options = self._settings.parameter_server
+        first = int(options is not None and options.is_dedicated and options.rank == 0)  # an idle server has none
+        equalize([buffer for norm in norms for buffer in norm.buffers(recurse=False)], self.mesh, data_source=first)
 
     def before_backward(self) -> None:
         """Tell the engine that a backward begins."""
+        if self.server is not None:
+            self.server.before_backward(self._is_last_micro_batch)
         for tree in self._trees:
             if tree.used is not None:
                 tree.used.before_backward()
@@ -193,6 +219,8 @@ class ParallelEngine:
 
     def _finish_gradients(self) -> None:
         """After the last backward of a window: what the wrappers have left to do."""
+        if self.server is not None:
+            self.server.finish()
         whole = [parameter for parameter in self._whole if parameter.requires_grad]
         average_whole_gradients(whole, self.mesh.get_group("dp"), self.device)
         for tree in self._trees:
@@ -204,8 +232,14 @@ class ParallelEngine:
         for tree in self._trees:
             tree.release()
 
-    def after_optimizer_step(self) -> None:
-        """Tell the engine that an optimizer changed parameters."""
+    def after_optimizer_step(self, stepped: Collection[Tensor]) -> None:
+        """Tell the engine that an optimizer changed parameters. A collective of the data axis with a parameter server.
+
+        Args:
+            stepped: All parameters of the optimizer.
+        """
+        if self.server is not None:
+            self.server.return_weights(stepped)
         for tree in self._trees:
             tree.release()
             tree.gather_again()

@@ -28,11 +28,13 @@ class NormScope:
         group: The ranks (the ``pp`` axis), ``None`` if all hold the same parameters.
         counted_elsewhere: This rank's parameters that another rank of the group counts.
         device: This rank's device.
+        told_by: A group and the rank in it whose gradients count for all, ``None`` if each rank has its own.
     """
 
     group: dist.ProcessGroup | None = None
     counted_elsewhere: Collection[Tensor] = ()
     device: torch.device = torch.device("cpu")
+    told_by: tuple[dist.ProcessGroup, int] | None = None
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -59,7 +61,13 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0, scope: Norm
             shares[_sharding_groups(parameter)].append(local(parameter.grad))
     norms = [_over_ranks(_norms(grads, norm_type), groups, norm_type) for groups, grads in shares.items()]
     norm = _combine(norms, norm_type) if norms else torch.zeros((), dtype=torch.float64, device=scope.device)
-    return norm if scope.group is None else _over_ranks(norm, [scope.group], norm_type)
+    if scope.group is not None:
+        norm = _over_ranks(norm, [scope.group], norm_type)
+    if scope.told_by is not None:
+        group, rank = scope.told_by
+        norm = norm.to(scope.device)
+        dist.broadcast(norm, group=group, group_src=rank)
+    return norm
 
 
 @torch.no_grad()

@@ -41,15 +41,20 @@ def measure_state_bytes(parameters: Sequence[Tensor], optimizers: Iterable[Optim
     return {"parameters": _nbytes(parameters), "gradients": _nbytes(gradients), "optimizer": _nbytes(states)}
 
 
-def expected_state_bytes(parameters: Iterable[Tensor]) -> int:
+def expected_state_bytes(parameters: Iterable[Tensor], steps: bool = True) -> int:
     """Bytes per rank once gradients and Adam's moments exist.
+
+    Args:
+        parameters: This rank's parameters.
+        steps: Whether this rank's optimizers step. A worker of a parameter server keeps nothing but parameters.
 
     With ``P`` parameters of 4 bytes sharded over ``N`` ranks this is the 16 P / N of the ZeRO paper (arXiv 1910.02054,
     figure 1): the parameter, its gradient and two moments, each of the parameter's own type; frozen parameters have
     none of the last three.
     """
     return sum(
-        local(parameter).nbytes * (2 + _ADAM_MOMENTS if parameter.requires_grad else 1) for parameter in parameters
+        local(parameter).nbytes * (2 + _ADAM_MOMENTS if parameter.requires_grad and steps else 1)
+        for parameter in parameters
     )
 
 

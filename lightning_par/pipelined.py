@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_par.data_parallel import defer_reduction, reduce_now, set_last_micro_batch
 from lightning_par.engine import ParallelEngine
-from lightning_par.gradients import NormScope
 from lightning_par.layout import ParallelLayout
 from lightning_par.pipeline_parallel.link import GradientSteering
 from lightning_par.pipeline_parallel.microbatches import batch_size_of, num_parts, split
@@ -139,7 +138,7 @@ class PipelinedEngine(ParallelEngine):
         self.owner_of_state = {name: ranks[0] for name, ranks in self._gather_names(list(module.state_dict())).items()}
         self._shared = SharedParameters(holders, self._group, self.device)
         self._shared.equalize()
-        self.norm_scope = NormScope(self._group, self._shared.owned_elsewhere(), self.device)
+        self.norm_scope = replace(self.norm_scope, group=self._group, counted_elsewhere=self._shared.owned_elsewhere())
         self._num_verified: dict[str, int] = {}
         self._error: Exception | None = None
         self._is_verifying = False

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_par.activation_checkpointing import Checkpointing, checkpoint_activations
 from lightning_par.data_parallel import (
     Place,
+    ServerOptions,
     Unit,
     UnitPrecision,
     UsedParameters,
@@ -59,6 +60,7 @@ class Settings:
         find_unused_parameters: Whether to cope with parameters that a step does not use.
         steps_inside: Whether the user's step runs backward and steps optimizers itself.
         activation_checkpointing: What blocks keep for their backward.
+        parameter_server: Which rank of the data axis averages gradients and steps; ``None`` for all of them.
     """
 
     layout: ParallelLayout
@@ -70,13 +72,19 @@ class Settings:
     find_unused_parameters: bool = True
     steps_inside: bool = False
     activation_checkpointing: Checkpointing = False
+    parameter_server: ServerOptions | None = None
+
+    @property
+    def wraps(self) -> bool:
+        """Whether modules are wrapped for the data axis."""
+        return self.layout.data_parallel_size > 1 and self.parameter_server is None
 
     @property
     def composes_units(self) -> bool:
         """Whether the data axis works unit by unit; plain replication does it whole, which is faster."""
         alone = self.layout.tp == self.layout.pp == 1
         plain = not self.policy.shards and alone and not self.steps_inside
-        return self.layout.data_parallel_size > 1 and not plain
+        return self.wraps and not plain
 
 
 class StepModule(nn.Module):
@@ -162,7 +170,7 @@ class Tree:
 
     def _wrap_root(self, unit: Unit) -> None:
         settings = self._settings
-        if settings.layout.data_parallel_size == 1:
+        if not settings.wraps:
             return
         if not settings.composes_units:
             self.root = wrap_whole(self.step_module, settings.mesh, settings.find_unused_parameters)
@@ -193,13 +201,20 @@ class Tree:
         apply_data_axis(module, settings.mesh, settings.policy, precision, whole)
 
 
-def equalize(tensors: list[Tensor], mesh: DeviceMesh) -> None:
-    """Give every rank of a replica axis the tensors of the first, as if one process had made them. A collective."""
+def equalize(tensors: list[Tensor], mesh: DeviceMesh, data_source: int = 0) -> None:
+    """Give every rank of a replica axis the tensors of one, as if one process had made them. A collective.
+
+    Args:
+        tensors: The same on all ranks.
+        mesh: The ranks.
+        data_source: Index on the axis ``dp_replicate`` that has the right ones; it is the first of the other axes.
+    """
     unique = list({id(tensor): tensor.detach() for tensor in tensors}.values())
     for axis in _REPLICA_AXES:
         group = mesh.get_group(axis)
         if group.size() > 1 and unique:
-            dist._broadcast_coalesced(group, unique, _BROADCAST_BYTES, 0)
+            source = data_source if axis == "dp_replicate" else 0
+            dist._broadcast_coalesced(group, unique, _BROADCAST_BYTES, source)
 
 
 def _own_tensors(module: nn.Module) -> list[Tensor]:

@@ -63,6 +63,9 @@ class StrategyConfig:
     zero_stage: int = 0
     zero_shard_size: int | None = None
     tensor_parallel_plan: Any = None  # pattern -> style; not typed, because an empty typed mapping takes no override
+    sync: str = "all_reduce"
+    server_rank: int = 0
+    dedicated: bool = False
     find_unused_parameters: bool = True
     activation_checkpointing: bool | str = False
     schedule: str = "1f1b"

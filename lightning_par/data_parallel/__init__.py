@@ -29,6 +29,7 @@ from lightning_par.data_parallel.apply import (
     set_last_micro_batch,
     wrap_whole,
 )
+from lightning_par.data_parallel.parameter_server import ParameterServer, ServerOptions
 from lightning_par.data_parallel.policy import ZERO_POLICIES, ZeroPolicy
 from lightning_par.data_parallel.units import Unit, find_units
 from lightning_par.data_parallel.unused import UsedParameters
@@ -36,7 +37,9 @@ from lightning_par.data_parallel.whole import Place, average_whole_gradients, pl
 
 __all__ = [
     "ZERO_POLICIES",
+    "ParameterServer",
     "Place",
+    "ServerOptions",
     "Unit",
     "UnitPrecision",
     "UsedParameters",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
@@ -51,7 +52,7 @@ class CheckpointHooks(MeshStrategy):
             return {}
         assert self.lightning_module is not None
         if self.staged_checkpoint is not None:
-            return self._without_wrappers(self.staged_checkpoint.module_state())
+            return self._without_wrappers(self._handed_over(self.staged_checkpoint.module_state()))
         full = gather_full_state(self.lightning_module.state_dict(), keep=self.is_global_zero)
         return self._without_wrappers(full)
 
@@ -63,8 +64,11 @@ class CheckpointHooks(MeshStrategy):
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self.staged_checkpoint is not None:
             state = forget_update(inner, inner.state_dict())
-            return self.staged_checkpoint.optimizer_state(inner, self._number_of(inner), state)
-        return gather_full_state(forget_update(inner, inner.state_dict()), keep=self.is_global_zero)
+            full = self.staged_checkpoint.optimizer_state(inner, self._number_of(inner), state)
+        else:
+            keep = self.global_rank == self.collecting_rank
+            full = gather_full_state(forget_update(inner, inner.state_dict()), keep)
+        return self._handed_over(full)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
@@ -98,6 +102,8 @@ class CheckpointHooks(MeshStrategy):
         for number, (optimizer, full) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=False)):
             if self.staged_checkpoint is not None:
                 full = self.staged_checkpoint.load_optimizer_state(optimizer, number, full)
+            if not self.holds_optimizer_state:
+                full = {**full, "state": {}}
             optimizer.load_state_dict(shard_optimizer_state(full, optimizer))
             choose_update(optimizer)
             _optimizer_to_device(optimizer, self.root_device)
@@ -106,6 +112,28 @@ class CheckpointHooks(MeshStrategy):
     def staged_checkpoint(self) -> StagedCheckpoint | None:
         """Saves and loads what lies on several stages; ``None`` without a pipeline."""
         return None
+
+    @property
+    def holds_optimizer_state(self) -> bool:
+        """Whether this rank's optimizers step."""
+        return True
+
+    @property
+    def collecting_rank(self) -> int:
+        """Global rank that full state is collected on first: one that holds optimizer state."""
+        return 0
+
+    def _handed_over(self, full: dict[str, Any]) -> dict[str, Any]:
+        """What the collecting rank has, on rank 0, which writes files."""
+        source = self.collecting_rank
+        if source == 0 or self.global_rank not in (0, source):
+            return full
+        if self.global_rank == source:
+            dist.send_object_list([full], dst=0, device=self.root_device)
+            return {}
+        boxed: list[Any] = [None]
+        dist.recv_object_list(boxed, src=source, device=self.root_device)
+        return boxed[0]
 
     def _number_of(self, optimizer: Optimizer) -> int:
         return next(number for number, known in enumerate(self.optimizers) if known is optimizer)

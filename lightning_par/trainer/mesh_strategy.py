@@ -121,6 +121,28 @@ class MeshStrategy(ParallelStrategy):
         return self.layout.data_parallel_rank(self.global_rank)
 
     @property
+    def idle_rank(self) -> int | None:
+        """Data-parallel rank that sees no data of its own, if there is one."""
+        return None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank sees no data of its own, and takes part in no mean over those that do."""
+        return self.data_parallel_rank == self.idle_rank
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of ranks that see different batches."""
+        return self.layout.data_parallel_size - (self.idle_rank is not None)
+
+    @property
+    def data_rank(self) -> int:
+        """Whose share of the data this rank reads; an idle one the first's, which it only looks at."""
+        if self.idle_rank is None or self.data_parallel_rank < self.idle_rank:
+            return self.data_parallel_rank
+        return 0 if self.is_idle else self.data_parallel_rank - 1
+
+    @property
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
@@ -134,7 +156,7 @@ class MeshStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.layout.data_parallel_size, "rank": self.data_parallel_rank}
+        return {"num_replicas": self.num_data_ranks, "rank": self.data_rank}
 
     @property
     def process_group_backend(self) -> str | None:
@@ -222,13 +244,16 @@ class MeshStrategy(ParallelStrategy):
         """
         if not isinstance(tensor, Tensor) or not _distributed_is_initialized():
             return tensor
+        over_data = group is None
         group = self.mesh.get_group("dp") if group is None else group
         operation, is_mean = _reduce_operation(reduce_op)
         result = tensor.detach().to(self.root_device, copy=True)
         if is_mean and not result.is_floating_point():
             result = result.float()
+        if over_data and self.is_idle:
+            result = _neutral(result, operation)
         dist.all_reduce(result, op=operation, group=group)
-        return result / dist.get_world_size(group) if is_mean else result
+        return result / (self.num_data_ranks if over_data else dist.get_world_size(group)) if is_mean else result
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -239,8 +264,12 @@ class MeshStrategy(ParallelStrategy):
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor from the ranks that see different batches (or from ``group``), stacked in a new first dim."""
-        group = self.mesh.get_group("dp") if group is None and _distributed_is_initialized() else group
-        return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+        over_data = group is None and _distributed_is_initialized()
+        group = self.mesh.get_group("dp") if over_data else group
+        gathered = _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+        if not over_data or self.idle_rank is None:
+            return gathered
+        return torch.cat([gathered[: self.idle_rank], gathered[self.idle_rank + 1 :]])
 
     @property
     def is_failing(self) -> bool:
@@ -248,6 +277,20 @@ class MeshStrategy(ParallelStrategy):
         module = self.lightning_module
         trainer = module._trainer if module is not None else None
         return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
+
+def _neutral(tensor: Tensor, operation: Any) -> Tensor:
+    """What a rank adds that has nothing to add."""
+    limits = torch.finfo(tensor.dtype) if tensor.is_floating_point() else torch.iinfo(tensor.dtype)
+    neutral = {
+        dist.ReduceOp.SUM: 0,
+        dist.ReduceOp.PRODUCT: 1,
+        dist.ReduceOp.MAX: limits.min,
+        dist.ReduceOp.MIN: limits.max,
+    }
+    if operation not in neutral:
+        raise ValueError(f"reduce_op={operation} can't leave out a dedicated server. Use sum, mean, max or min.")
+    return torch.full_like(tensor, neutral[operation])
 
 
 def _reduce_operation(reduce_op: dist.ReduceOp | str | None) -> tuple[Any, bool]:

@@ -188,7 +188,7 @@ def _total_parameters(trainer: Trainer, module: LightningModule) -> int:
 
 def _num_data_ranks(trainer: Trainer) -> int:
     strategy = trainer.strategy
-    return strategy.layout.data_parallel_size if isinstance(strategy, HybridStrategy) else trainer.world_size
+    return strategy.num_data_ranks if isinstance(strategy, HybridStrategy) else trainer.world_size
 
 
 def _count_tokens(batch: Any) -> int:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric, MetricCollection
 
-__all__ = ["adopt_states_over", "inside_a_step", "without_counting"]
+__all__ = ["Source", "adopt_states_from", "adopt_states_over", "inside_a_step", "stop_adopting", "without_counting"]
 
 _INSIDE_A_STEP: ContextVar[bool] = ContextVar("inside_a_step", default=False)
 _HOST = torch.device("cpu")
@@ -24,12 +24,20 @@ _COUNTING = ("forward", "update", "reset")
 """Methods of a metric that change its states."""
 
 
+class Source(Protocol):
+    """Where a group's states are."""
+
+    @property
+    def is_here(self) -> bool: ...
+
+    def share(self, content: Any) -> Any:
+        """The source's picklable object, on every rank of the group."""
+
+
 def adopt_states_over(module: nn.Module, group: dist.ProcessGroup, src_group_rank: int, device: torch.device) -> None:
     """Let the metrics of ``module`` take the states of the last stage each time before they synchronise.
 
-    Only the last stage runs the user's step to its end, so only its metrics have counted. From then on, ``compute`` is
-    a collective of ``group``, whatever the metric's own settings, and gives every rank of the group the same value.
-    Inside a step, which the last stage finishes alone, it is none.
+    Only the last stage runs the user's step to its end, so only its metrics have counted.
 
     Args:
         module: The user's module; every rank of the group must have the same metrics.
@@ -37,12 +45,29 @@ def adopt_states_over(module: nn.Module, group: dist.ProcessGroup, src_group_ran
         src_group_rank: Rank in the group that holds the last stage.
         device: This rank's device, for the group's backend.
     """
+    adopt_states_from(_Source(group, src_group_rank, device), module)
+
+
+def adopt_states_from(source: Source, module: nn.Module) -> None:
+    """Let the metrics of ``module`` take the states of ``source`` each time before they synchronise.
+
+    From then on, ``compute`` is a collective of the ranks of the source, whatever the metric's own settings, and gives
+    each of them the same value. Inside a step, which the source finishes alone, it is none.
+    """
+    stop_adopting(module)
     for metric in module.modules():
         if isinstance(metric, Metric):
             # A value remembered by a stage that counts nothing would never be forgotten.
             metric.compute_with_cache = False
             metric._computed = None
-            vars(metric)["sync"] = _AdoptingSync(metric, _Source(group, src_group_rank, device))
+            vars(metric)["sync"] = _AdoptingSync(metric, source)
+
+
+def stop_adopting(module: nn.Module) -> None:
+    """Let the metrics of ``module`` synchronise as their class does."""
+    for metric in module.modules():
+        if isinstance(metric, Metric) and isinstance(vars(metric).get("sync"), _AdoptingSync):
+            del vars(metric)["sync"]
 
 
 @contextmanager
@@ -81,7 +106,7 @@ def _value_of_nothing(metric: Metric | MetricCollection, *_: Any, **__: Any) -> 
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a group's states are."""
+    """A rank of a group that has the states of all of it."""
 
     group: dist.ProcessGroup
     rank: int
@@ -101,7 +126,7 @@ class _Source:
 class _AdoptingSync:
     """Stands for one metric's ``sync``, which ``compute`` calls even if there is nothing to synchronise."""
 
-    def __init__(self, metric: Metric, source: _Source) -> None:
+    def __init__(self, metric: Metric, source: Source) -> None:
         self._metric = metric
         self._source = source
 

@@ -8,26 +8,42 @@ from typing_extensions import override
 
 from lightning_par.layout import AUTO, Degree
 from lightning_par.trainer.strategy import HybridStrategy
+from lightning_par.trainer.sync import ALL_REDUCE, PARAMETER_SERVER
 
 __all__ = ["DPStrategy", "PPStrategy", "TPStrategy", "ZeROStrategy"]
 
 
 class DPStrategy(HybridStrategy):
-    """Data parallelism: a whole model on each rank, gradients averaged by all-reduce.
+    """Data parallelism: a whole model on each rank, gradients averaged by all-reduce or by a parameter server.
 
     Args:
-        data_parallel_size: Number of ranks that see different batches.
+        data_parallel_size: Number of ranks on the data axis.
+        sync: ``"all_reduce"`` or ``"parameter_server"``.
+        server_rank: Which of them is the server.
+        dedicated: Whether the server sees no data.
         **kwargs: Any other argument of :class:`HybridStrategy`.
     """
 
-    def __init__(self, data_parallel_size: Degree = AUTO, **kwargs: Any) -> None:
-        super().__init__(data_parallel_size=data_parallel_size, **kwargs)
+    def __init__(
+        self,
+        data_parallel_size: Degree = AUTO,
+        sync: str = ALL_REDUCE,
+        server_rank: int = 0,
+        dedicated: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            data_parallel_size=data_parallel_size, sync=sync, server_rank=server_rank, dedicated=dedicated, **kwargs
+        )
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``par_dp``."""
+        """Register ``par_dp`` and ``par_ps``."""
         strategy_registry.register("par_dp", cls, description="Data parallelism by all-reduce", override=True)
+        strategy_registry.register(
+            "par_ps", cls, description="Data parallelism by a parameter server", override=True, sync=PARAMETER_SERVER
+        )
 
 
 class TPStrategy(HybridStrategy):

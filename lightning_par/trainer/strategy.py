@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_par.activation_checkpointing import Checkpointing, check_checkpointing
@@ -27,16 +28,17 @@ from lightning_par.model_state import ModelStateBytes, expected_state_bytes, mea
 from lightning_par.pipelined import PipelinedEngine, PipelineOptions
 from lightning_par.process_group import rank_label
 from lightning_par.random_state import share_random_state
-from lightning_par.trainer.checkpoint_hooks import CheckpointHooks
-from lightning_par.trainer.data import check_equal_lengths, extra_steps, lockstep, seed_workers
 from lightning_par.trainer.logged_keys import SameLoggedKeys
 from lightning_par.trainer.mesh_strategy import DEFAULT_TIMEOUT
 from lightning_par.trainer.metrics import sync_metrics_over
+from lightning_par.trainer.mirrored_steps import MirroredSteps, Pair
 from lightning_par.trainer.optimizers import choose_update
 from lightning_par.trainer.pipeline_checkpoint import OptimizerOrder, StagedCheckpoint, optimizer_order
-from lightning_par.trainer.pipeline_metrics import adopt_states_over
+from lightning_par.trainer.pipeline_metrics import adopt_states_from, adopt_states_over, stop_adopting
 from lightning_par.trainer.pipeline_steps import PipelineSteps, refuse_under_a_pipeline
 from lightning_par.trainer.precision import connect_precision, parameter_dtype
+from lightning_par.trainer.step_hooks import StepHooks
+from lightning_par.trainer.sync import ALL_REDUCE, check_dedicated, check_steps_on_server, check_sync
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["HybridStrategy"]
 
 
-class HybridStrategy(CheckpointHooks):
+class HybridStrategy(StepHooks):
     """Data, tensor and ZeRO parallelism in any combination, for an unchanged LightningModule.
 
     Args:
@@ -58,6 +60,10 @@ class HybridStrategy(CheckpointHooks):
         zero_shard_size: Ranks that share one copy of the model state, ``None`` for the whole data axis.
         tensor_parallel_plan: Dotted pattern of module names -> style in Hugging Face's words; ``None`` takes the plan
             of the module or its model.
+        sync: How ranks that see different batches keep one model: ``"all_reduce"``, or ``"parameter_server"``: one of
+            them averages gradients, holds the only optimizer state, and hands the weights back.
+        server_rank: Which of them is the server.
+        dedicated: Whether the server sees no data.
         find_unused_parameters: Whether to cope with parameters that a step does not use, on some ranks or on all; costs
             a small reduction a step.
         activation_checkpointing: Whether blocks compute their activations again in backward: ``True`` for all of them,
@@ -91,6 +97,9 @@ class HybridStrategy(CheckpointHooks):
         zero_stage: int = 0,
         zero_shard_size: int | None = None,
         tensor_parallel_plan: Mapping[str, str] | None = None,
+        sync: str = ALL_REDUCE,
+        server_rank: int = 0,
+        dedicated: bool = False,
         find_unused_parameters: bool = True,
         activation_checkpointing: Checkpointing = False,
         schedule: str = "1f1b",
@@ -133,26 +142,12 @@ class HybridStrategy(CheckpointHooks):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        self._parameter_server = check_sync(sync, server_rank, dedicated, zero_stage)
         self.last_gradient_norm: Tensor | None = None
         self._plan = tensor_parallel_plan
         self._find_unused_parameters = find_unused_parameters
         self._activation_checkpointing = activation_checkpointing
-        self._pipeline_steps: PipelineSteps | None = None
         self._optimizer_order: OptimizerOrder = []
-        self._engine: ParallelEngine | None = None
-        self._predict_steps_left: list[int | float] = []
-        self._predict_steps_extra: list[int] = []
-
-    @property
-    def engine(self) -> ParallelEngine:
-        """The engine, once the module is set up.
-
-        Raises:
-            RuntimeError: If asked for earlier.
-        """
-        if self._engine is None:
-            raise RuntimeError("The module is laid out when the Trainer starts to fit, validate, test or predict.")
-        return self._engine
 
     @property
     def total_num_parameters(self) -> int:
@@ -169,7 +164,7 @@ class HybridStrategy(CheckpointHooks):
 
     def expected_model_state_bytes(self) -> int:
         """Bytes per rank that the formula gives for Adam (:func:`~lightning_par.model_state.expected_state_bytes`)."""
-        return expected_state_bytes(self.engine.parameters())
+        return expected_state_bytes(self.engine.parameters(), self.holds_optimizer_state)
 
     def count_communication(self) -> CommunicationCounter:
         """A context that counts this rank's collectives by axis."""
@@ -190,8 +185,32 @@ class HybridStrategy(CheckpointHooks):
         """Saves and loads what lies on several stages; ``None`` without a pipeline."""
         if not isinstance(self._engine, PipelinedEngine):
             return None
-        keeps = all(index == 0 for axis, index in self.coordinates.items() if axis != "pp")
+        first = self.layout.coordinates(self.collecting_rank)
+        keeps = all(index == first[axis] for axis, index in self.coordinates.items() if axis != "pp")
         return StagedCheckpoint(self._engine, self._optimizer_order, keeps)
+
+    @property
+    @override
+    def idle_rank(self) -> int | None:
+        server = self._parameter_server
+        return None if server is None or not server.is_dedicated else server.rank
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.idle_rank == 0 and not self._skips_saving():
+            self.engine.before_evaluation()  # batch-norm statistics: the rank that writes the file has seen no batch
+        return super().lightning_module_state_dict()
+
+    @property
+    @override
+    def holds_optimizer_state(self) -> bool:
+        server = self.engine.server
+        return server is None or server.is_server
+
+    @property
+    @override
+    def collecting_rank(self) -> int:
+        return 0 if self.engine.server is None else self.engine.server.rank * self.layout.tp
 
     # Set-up
 
@@ -200,6 +219,8 @@ class HybridStrategy(CheckpointHooks):
         super().set_world_ranks()
         if self._layout is not None and self._layout.pp > 1:
             self._pipeline.check(self._layout.pp)
+        if self._layout is not None and self._parameter_server is not None:
+            self._parameter_server.check(self._layout.data_parallel_size)
 
     @override
     def setup_environment(self) -> None:
@@ -224,7 +245,7 @@ class HybridStrategy(CheckpointHooks):
             self.precision_plugin, self.root_device, self._remember_norm, scope=lambda: self.engine.norm_scope
         )
         self._lay_out(trainer)
-        sync_metrics_over(self.lightning_module, self.mesh.get_group("dp"))
+        self._connect_metrics()
         share_random_state(self.mesh.get_group("tp"), self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -242,6 +263,9 @@ class HybridStrategy(CheckpointHooks):
                 "Trainer(sync_batchnorm=True) is not supported by this strategy. Leave it out if statistics of each "
                 "rank's own batches will do, or use a layer or group norm, which need no other rank."
             )
+        assert self.lightning_module is not None
+        if self.idle_rank is not None:
+            check_dedicated(self.lightning_module, self.layout.pp)
 
     def _lay_out(self, trainer: Trainer) -> None:
         """Parallelise the module, or keep what an earlier fit, validate, test or predict has made of it."""
@@ -256,6 +280,7 @@ class HybridStrategy(CheckpointHooks):
                 "find_unused_parameters": self._find_unused_parameters,
                 "steps_inside": not module.automatic_optimization,
                 "activation_checkpointing": self._activation_checkpointing,
+                "parameter_server": self._parameter_server,
             }
             self.precision_plugin.convert_module(module)  # in place
             if self.layout.pp > 1:
@@ -263,11 +288,25 @@ class HybridStrategy(CheckpointHooks):
                 self._optimizer_order = optimizer_order(trainer, module)
                 engine = PipelinedEngine(module, self.layout, self.mesh, options=self._pipeline, **options)
                 self._pipeline_steps = PipelineSteps(engine, module, self.precision_plugin.forward_context)
-                adopt_states_over(module, self.mesh.get_group("pp"), engine.last_rank, self.root_device)
                 self._engine = engine
             else:
                 self._engine = ParallelEngine(module, self.layout, self.mesh, **options)
         self.model = self._engine.root
+
+    def _connect_metrics(self) -> None:
+        """Count every sample once, and mirror what counts elsewhere."""
+        module = self.lightning_module
+        assert module is not None
+        stop_adopting(module)
+        sync_metrics_over(module, self.mesh.get_group("dp"), self.idle_rank)
+        if isinstance(self._engine, PipelinedEngine):
+            adopt_states_over(module, self.mesh.get_group("pp"), self._engine.last_rank, self.root_device)
+        if self.idle_rank is not None:
+            source = 1 if self.idle_rank == 0 else 0
+            pair = Pair(self.mesh.get_group("dp"), source, self.idle_rank, self.root_device)
+            if pair.takes_part:
+                adopt_states_from(pair, module)
+                self._mirrored_steps = MirroredSteps(module, pair)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -275,8 +314,13 @@ class HybridStrategy(CheckpointHooks):
         self.engine.parameters()  # optimizers must be given the sharded parameters
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
+            if self._parameter_server is not None:
+                check_steps_on_server(optimizer)
             choose_update(optimizer)
-            optimizer.register_step_post_hook(lambda *_: self.engine.after_optimizer_step())
+            optimizer.register_step_post_hook(self._after_optimizer_step)
+
+    def _after_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.engine.after_optimizer_step([p for group in optimizer.param_groups for p in group["params"]])
 
     @override
     def model_to_device(self) -> None:
@@ -306,118 +350,6 @@ class HybridStrategy(CheckpointHooks):
     @override
     def on_predict_end(self) -> None:
         self.engine.release()
-
-    # Steps
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._pipeline_steps is not None:
-            scale = self._loss_scale()
-            return self._pipeline_steps.train(args, scale, self.precision_plugin.train_step_context)
-        with self.precision_plugin.train_step_context():
-            return self.engine.run("training_step", *args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._pipeline_steps is not None:
-            context = self.precision_plugin.val_step_context
-            return self._pipeline_steps.evaluate("validation_step", args, kwargs, context)
-        with self.precision_plugin.val_step_context():
-            return self.engine.run("validation_step", *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._pipeline_steps is not None:
-            context = self.precision_plugin.test_step_context
-            return self._pipeline_steps.evaluate("test_step", args, kwargs, context)
-        with self.precision_plugin.test_step_context():
-            return self.engine.run("test_step", *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        predictions = self._predict_once(args, kwargs)
-        for _ in range(self._steps_owed(*args[2:3])):
-            self._predict_once(args, kwargs)
-        return predictions
-
-    def _predict_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        context = self.precision_plugin.predict_step_context
-        if self._pipeline_steps is not None:
-            return self._pipeline_steps.evaluate("predict_step", args, kwargs, context)
-        with context():
-            return self.engine.run("predict_step", *args, **kwargs)
-
-    def _loss_scale(self) -> float:
-        """What Lightning would multiply a loss by before its backward, which a schedule runs inside the step."""
-        assert self.lightning_module is not None
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else float(scaler.get_scale())
-        return scale / self.lightning_module.trainer.accumulate_grad_batches
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if self._pipeline_steps is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        # The schedule has run it: what is left are the hooks, and the gradients.
-        module = self.lightning_module
-        assert module is not None
-        assert isinstance(self._engine, PipelinedEngine)
-        self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)  # type: ignore[assignment]
-        self._engine.hand_over_gradients()
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)  # type: ignore[assignment]
-        self.post_backward(closure_loss)
-        return closure_loss
-
-    @override
-    def on_predict_start(self) -> None:
-        self.engine.before_evaluation()
-        # Prediction data is not padded. Where a forward gathers parameters over the data axis, ranks with fewer batches
-        # repeat their last one for the others' sake, and throw the result away.
-        assert self.lightning_module is not None
-        num_batches = self.lightning_module.trainer.predict_loop.max_batches
-        self._predict_steps_left = list(num_batches)
-        self._predict_steps_extra = (
-            extra_steps(num_batches, self.mesh.get_group("dp"), self.root_device)
-            if self.engine.gathers_in_forward
-            else [0] * len(num_batches)
-        )
-
-    def _steps_owed(self, dataloader_idx: int = 0) -> int:
-        """How many steps to repeat after this one: none but after the last of a loader."""
-        self._predict_steps_left[dataloader_idx] -= 1
-        return self._predict_steps_extra[dataloader_idx] if self._predict_steps_left[dataloader_idx] == 0 else 0
-
-    @override
-    def process_dataloader(self, dataloader: Any) -> Any:
-        assert self.lightning_module is not None
-        group = self.mesh.get_group("dp")
-        seed_workers(dataloader, self.data_parallel_rank)
-        if not self.lightning_module.trainer.predicting:
-            check_equal_lengths(dataloader, group)
-        return lockstep(dataloader, group, self.root_device)
-
-    @override
-    def on_validation_start(self) -> None:
-        self.engine.before_evaluation()
-
-    @override
-    def on_test_start(self) -> None:
-        self.engine.before_evaluation()
-
-    @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        self.engine.before_backward()
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        self.engine.after_backward()
-
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        with self.engine.accumulating():
-            yield
 
     def _remember_norm(self, norm: Tensor) -> None:
         self.last_gradient_norm = norm

@@ -21,6 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.dist)
+            if "ranks" in item.fixturenames:
+                item.add_marker(pytest.mark.xdist_group("ranks"))  # one worker, one pool
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(TEST_TIMEOUT, func_only=True))
 

@@ -53,7 +53,16 @@ class Layout:
 
     @property
     def data_parallel_size(self) -> int:
-        return self.world_size // (self.tensor_parallel_size * self.pipeline_parallel_size)
+        """Number of ranks that see different batches."""
+        on_axis = self.world_size // (self.tensor_parallel_size * self.pipeline_parallel_size)
+        return on_axis - (self.strategy or {}).get("dedicated", False)
+
+    @property
+    def idle_ranks(self) -> range:
+        """Ranks that see no data of their own."""
+        strategy = self.strategy or {}
+        first = strategy.get("server_rank", 0) * self.tensor_parallel_size
+        return range(first, first + self.tensor_parallel_size * strategy.get("dedicated", False))
 
     @property
     def pipeline_parallel_size(self) -> int:
@@ -88,6 +97,19 @@ LAYOUTS = {
 }
 
 
+SERVER = {"sync": "parameter_server"}
+SERVERS = {
+    layout.name: layout
+    for layout in [
+        Layout("ps2", 2, SERVER),
+        Layout("ps4", 4, {**SERVER, "server_rank": 1}),
+        Layout("ps2+1", 3, {**SERVER, "dedicated": True}),
+        Layout("ps2+1 last", 3, {**SERVER, "server_rank": 2, "dedicated": True}),
+        Layout("ps1+1xtp2", 4, {**SERVER, "dedicated": True, "tensor_parallel_size": 2}),
+        Layout("ps2xtp2", 4, {**SERVER, "server_rank": 1, "tensor_parallel_size": 2}),
+        Layout("pp2xps2", 4, {**SERVER, "server_rank": 1, "pipeline_parallel_size": 2}),
+    ]
+}
 PIPELINES = {
     layout.name: layout
     for layout in [
@@ -107,7 +129,7 @@ PIPELINES = {
     ]
 }
 
-ALL = LAYOUTS | PIPELINES
+ALL = LAYOUTS | SERVERS | PIPELINES
 
 
 def layouts(*names: str) -> pytest.MarkDecorator:
