@@ -17,12 +17,15 @@ TEST_TIMEOUT = 60
 """Seconds a test may take; starting the shared ranks is not a test's."""
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.dist)
             if "ranks" in item.fixturenames:
-                item.add_marker(pytest.mark.xdist_group("ranks"))  # one worker, one pool
+                # One worker for a pool, the shared one or a module's own.
+                own = vars(item.getparent(pytest.Module).obj).get("ranks")
+                item.add_marker(pytest.mark.xdist_group("ranks" if own is None else item.path.stem))
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(TEST_TIMEOUT, func_only=True))
 

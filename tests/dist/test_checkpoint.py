@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par.checkpoint import gather_full_state
 from tests.dist.models import TinyGPT, token_data
+from tests.dist.parity import ALL as EVERY
 from tests.dist.parity import (
     BATCH,
     LAYOUTS,
@@ -43,6 +44,9 @@ PAIRS = [
     ("single", "zero3x2xtp2"),
     ("zero3x2xtp2", "single"),
     ("tp4", "single"),
+    ("ps4", "zero1x2"),
+    ("pp2xps2", "ps2+1"),
+    ("tp2", "ps2+1"),
 ]
 
 
@@ -89,7 +93,7 @@ def _final(outcomes: list[Outcome]) -> dict[str, Any]:
 def test_resumes_under_another_layout(
     ranks: Ranks, one_process: OneProcess, tmp_path: Path, saved_under: str, resumed_under: str
 ) -> None:
-    by_name = {**LAYOUTS, "single": SINGLE}
+    by_name = {**EVERY, "single": SINGLE}
     first, second = by_name[saved_under], by_name[resumed_under]
     path = str(tmp_path / "half.ckpt")
     ranks(first.world_size, fit, first, FIRST, save_to=path)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from torchmetrics import MeanMetric, SumMetric
 
 from tests.dist.models import TinyGPT, token_data
-from tests.dist.parity import LAYOUTS, Layout, layouts, train_loader
+from tests.dist.parity import ALL, Layout, layouts, train_loader
 from tests.dist.ranks import OneProcess, RankError, Ranks
 
 Sample = tuple[Tensor, ...]
@@ -29,7 +29,12 @@ def rank() -> int:
 
 
 def data_rank(layout: Layout) -> int:
-    return rank() // layout.tensor_parallel_size
+    """Whose share of the data this rank reads; a rank that sees none of its own looks at the first's."""
+    on_axis = rank() // layout.tensor_parallel_size
+    if not layout.idle_ranks:
+        return on_axis
+    idle = layout.idle_ranks.start // layout.tensor_parallel_size
+    return 0 if on_axis == idle else on_axis - (on_axis > idle)
 
 
 # Which samples a rank sees
@@ -74,7 +79,7 @@ def batches_seen(layout: Layout, num_workers: int) -> list[tuple[list[int], list
     ("name", "num_workers"), [("dp2", 2), ("zero3x2", 0), ("tp2", 0), ("tp2", 2), ("zero3x2xtp2", 2)]
 )
 def test_replicas_split_the_data_and_ranks_of_a_replica_share_it(ranks: Ranks, name: str, num_workers: int) -> None:
-    layout = LAYOUTS[name]
+    layout = ALL[name]
     seen = ranks(layout.world_size, batches_seen, layout, num_workers)
     size = layout.tensor_parallel_size
     for position, batches in enumerate(seen):
@@ -135,6 +140,9 @@ def predictions(layout: Layout, num_samples: int) -> list[tuple[int, list[int]]]
     torch.manual_seed(0)
     loader = DataLoader(token_data(num_samples), batch_size=2)
     batches = layout.trainer().predict(TinyGPT(num_blocks=1), loader)
+    if rank() in layout.idle_ranks:
+        assert batches == [None] * len(batches)
+        return []
     return [
         (index, tokens)
         for indices, outputs in batches
@@ -142,7 +150,7 @@ def predictions(layout: Layout, num_samples: int) -> list[tuple[int, list[int]]]
     ]
 
 
-@layouts("dp2", "zero3x2", "tp2", "zero3x2xtp2")
+@layouts("dp2", "zero3x2", "tp2", "zero3x2xtp2", "ps2+1")
 def test_predict_returns_each_sample_once(ranks: Ranks, one_process: OneProcess, layout: Layout) -> None:
     # In batches of two that is three for one replica and two for the other.
     num_samples = 9
@@ -172,7 +180,7 @@ def losses_of_stages(layout: Layout) -> dict[str, float]:
     return losses
 
 
-@layouts("dp2", "zero2x2", "zero3x2", "zero3x2xtp2")
+@layouts("dp2", "zero2x2", "zero3x2", "zero3x2xtp2", "ps2+1")
 def test_the_validation_loss_is_the_same_from_every_stage(
     ranks: Ranks, one_process: OneProcess, layout: Layout
 ) -> None:
@@ -214,7 +222,7 @@ def metrics_of_three_and_two(layout: Layout) -> dict[str, float]:
     return {name: value.item() for name, value in trainer.callback_metrics.items()}
 
 
-@layouts("dp2", "zero3x2", "dp2xtp2")
+@layouts("dp2", "zero3x2", "dp2xtp2", "ps2+1", "ps2+1 last")
 def test_metrics_of_batches_of_three_and_two_are_exact(ranks: Ranks, layout: Layout) -> None:
     expected = {
         "mean": 2.0,
@@ -253,7 +261,7 @@ def reductions(layout: Layout) -> list[float]:
     return results
 
 
-@layouts("dp2", "dp2xtp2")
+@layouts("dp2", "dp2xtp2", "ps2+1")
 def test_reductions_are_over_replicas_and_averages_right_on_gloo(ranks: Ranks, layout: Layout) -> None:
     expected = [value for _, value in REDUCTIONS for _ in range(2)]
     assert ranks(layout.world_size, reductions, layout) == [expected] * layout.world_size
@@ -320,12 +328,12 @@ def train_with_callbacks(layout: Layout, monitor: str, folder: Path) -> dict[str
 
 @pytest.mark.parametrize(
     ("name", "monitor"),
-    [("dp2", "val_loss"), ("zero3x2", "train_loss_epoch"), ("tp2", "val_loss"), ("zero3x2xtp2", "train_loss_epoch")],
+    [("dp2", "val_loss"), ("ps2+1", "val_loss"), ("zero3x2", "train_loss_epoch"), ("tp2", "val_loss"), ("zero3x2xtp2", "train_loss_epoch")],
 )
 def test_callbacks_decide_as_in_one_process(
     ranks: Ranks, one_process: OneProcess, tmp_path_factory: pytest.TempPathFactory, name: str, monitor: str
 ) -> None:
-    layout = LAYOUTS[name]
+    layout = ALL[name]
     folder = tmp_path_factory.getbasetemp() / monitor
     expected = one_process(train_with_callbacks, monitor, folder)
     results = ranks(layout.world_size, train_with_callbacks, layout, monitor, folder)

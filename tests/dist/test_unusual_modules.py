@@ -90,7 +90,7 @@ def expert_weights(layout: Layout) -> Pieces:
     return pieces(module.named_parameters())
 
 
-@layouts("dp2", "zero1x2", "zero3x2")
+@layouts("dp2", "zero1x2", "zero3x2", "ps2")
 def test_experts_that_only_some_ranks_use_step_by_hand(ranks: Ranks, layout: Layout) -> None:
     (expected,) = ranks(1, expert_weights, SINGLE)
     found = differences(assemble(ranks(2, expert_weights, layout)), assemble([expected]), 1e-5)

@@ -53,7 +53,9 @@ def test_layout_is_known_from_the_trainer(strategy: Any, layout: str) -> None:
 
 def test_stage_of_registered_names() -> None:
     assert [_trainer(f"par_zero{stage}").strategy.zero_stage for stage in (1, 2, 3)] == [1, 2, 3]
-    assert {"par_dp", "par_tp", "par_zero1", "par_zero2", "par_zero3"} <= set(StrategyRegistry.available_strategies())
+    assert {"par_dp", "par_ps", "par_tp", "par_zero1", "par_zero2", "par_zero3"} <= set(
+        StrategyRegistry.available_strategies()
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,21 @@ def test_stage_of_registered_names() -> None:
         (lambda: HybridStrategy(zero_stage=5), "zero_stage=5 is unknown"),
         (lambda: ZeROStrategy(stage=0), "stage=0 shards nothing. Use DPStrategy"),
         (lambda: ZeROStrategy(stage=7), "zero_stage=7 is unknown"),
+        (lambda: DPStrategy(sync="gossip"), "sync='gossip' is unknown. Choose 'all_reduce' or 'parameter_server'"),
+        (lambda: DPStrategy(server_rank=1), "describe a server, and sync='all_reduce' has none"),
+        (
+            lambda: DPStrategy(sync="parameter_server", server_rank=-1),
+            "server_rank=-1 must be an integer of at least 0",
+        ),
+        (lambda: HybridStrategy(sync="parameter_server", zero_stage=1), "zero_stage=1 shards"),
+        (
+            lambda: _trainer(DPStrategy(sync="parameter_server", server_rank=4)),
+            "outside of the data axis, whose 4 rank",
+        ),
+        (
+            lambda: _trainer(TPStrategy(sync="parameter_server", dedicated=True)),
+            "the data axis has one rank, so nobody would have any",
+        ),
         (lambda: HybridStrategy(pipeline_parallel_size=0), "pipeline_parallel_size=0 must be a positive integer"),
         (lambda: HybridStrategy(schedule="1f2b"), "schedule='1f2b' is unknown. Did you mean '1f1b'"),
         (lambda: HybridStrategy(num_virtual_stages=3), "num_virtual_stages=3 does not fit schedule='1f1b'"),
