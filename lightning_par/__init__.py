@@ -1,7 +1,7 @@
 """Train an ordinary LightningModule in parallel by changing one argument.
 
-Importing the package registers the names ``par_dp``, ``par_tp``, ``par_zero1``, ``par_zero2`` and ``par_zero3`` for
-``Trainer(strategy=...)``.
+Importing the package registers the names ``par_dp``, ``par_ps``, ``par_tp``, ``par_pp``, ``par_zero1``, ``par_zero2``
+and ``par_zero3`` for ``Trainer(strategy=...)``.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

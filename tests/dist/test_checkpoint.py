@@ -45,7 +45,6 @@ PAIRS = [
     ("zero3x2xtp2", "single"),
     ("tp4", "single"),
     ("ps4", "zero1x2"),
-    ("pp2xps2", "ps2+1"),
     ("tp2", "ps2+1"),
 ]
 

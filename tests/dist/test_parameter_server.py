@@ -55,7 +55,7 @@ def measure(layout: Layout) -> dict[str, Any]:
     }
 
 
-@layouts("ps2", "ps4", "ps2+1")
+@layouts("ps2", "ps4")
 def test_the_servers_traffic_grows_with_its_workers(ranks: Ranks, layout: Layout) -> None:
     seen = ranks(layout.world_size, measure, layout)
     server = (layout.strategy or {}).get("server_rank", 0)

@@ -58,6 +58,7 @@ LAYOUTS_BY_NAME = {
     "pp2": PP2,
     "pp2_interleaved": piped(schedule="interleaved_1f1b"),
     "pp2_zbv": piped(schedule="zbv"),
+    "pp2xps2": piped(4, sync="parameter_server", server_rank=1),
     "pp2xzero3x2": piped(4, zero_stage=3),
 }
 FIRST, ALL = 1, 2
@@ -99,6 +100,7 @@ def uninterrupted(ranks: Ranks) -> dict[str, Tensor]:
         ("pp2_interleaved", "dp2"),
         ("pp2_zbv", "tp2"),
         ("tp2", "pp2_zbv"),
+        ("pp2xps2", "single"),
         ("pp2xzero3x2", "pp2_interleaved"),
     ],
 )
