@@ -23,7 +23,7 @@ from omegaconf import Container, OmegaConf
 __all__ = ["LightningParConfigSource", "LightningParSearchPath"]
 
 PREFIX = "lightning_par"
-GROUPS = ("launch", "logger", "optimizer", "strategy", "trainer")
+GROUPS = ("cluster", "launch", "logger", "optimizer", "strategy", "trainer")
 """Those that stand on their own; the others describe the example and its whole run."""
 SCHEMA = "schema"
 """Types of the above. Not in Hydra's own store, which is copied before this package can be imported on demand."""

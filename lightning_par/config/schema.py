@@ -35,10 +35,12 @@ from omegaconf import MISSING
 __all__ = [
     "SCHEMAS",
     "AdamWConfig",
+    "ClusterConfig",
     "LaunchConfig",
     "RunConfig",
     "SGDConfig",
     "StrategyConfig",
+    "ThisClusterConfig",
     "TrainerConfig",
 ]
 
@@ -159,6 +161,63 @@ class SGDConfig:
 
 
 @dataclass
+class ClusterDevice:
+    """Figures of :class:`lightning_par.planner.Device`."""
+
+    name: str = MISSING
+    memory: float = MISSING
+    flops: dict[str, float] = field(default_factory=dict)
+    memory_bandwidth: float = MISSING
+    efficiency: float = 0.75
+    overhead: float = 5e-6
+    reserved: float = 0.0
+    is_gpu: bool = True
+
+
+@dataclass
+class ClusterLink:
+    """Figures of :class:`lightning_par.planner.Link`; those of a lone device, which uses none."""
+
+    bandwidth: float = 1e9
+    latency: float = 1e-4
+
+
+@dataclass
+class ClusterHost:
+    """Figures of :class:`lightning_par.planner.Host`."""
+
+    memory: float = MISSING
+    memory_bandwidth: float = MISSING
+    link: float = MISSING
+    disk: Any = None  # capacity and bandwidth; not typed, because an absent typed mapping takes no override
+
+
+@dataclass
+class ClusterConfig:
+    """Figures of :class:`lightning_par.planner.Cluster`, in bytes, seconds and FLOP/s."""
+
+    name: str = MISSING
+    device: ClusterDevice = field(default_factory=ClusterDevice)
+    devices_per_node: int = 1
+    nodes: int = 1
+    inside: ClusterLink = field(default_factory=ClusterLink)
+    between: ClusterLink = field(default_factory=ClusterLink)
+    host: ClusterHost = field(default_factory=ClusterHost)
+    source: str = ""
+
+
+@dataclass
+class ThisClusterConfig:
+    """The machine at hand; ``None`` is what there is."""
+
+    measure: bool = True
+    devices_per_node: int | None = None
+    nodes: int = 1
+    accelerator: str = "auto"
+    refresh: bool = False
+
+
+@dataclass
 class RunConfig:
     """The whole; see the module's docstring."""
 
@@ -183,5 +242,7 @@ SCHEMAS: dict[str, type] = {
     "launch": LaunchConfig,
     "adamw": AdamWConfig,
     "sgd": SGDConfig,
+    "cluster": ClusterConfig,
+    "this_cluster": ThisClusterConfig,
 }
 """Name -> type; the plugin in ``hydra_plugins`` serves them as ``lightning_par/schema/<name>``."""
