@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_par.engine import ParallelEngine
 from lightning_par.pipelined import PipelinedEngine
+from lightning_par.strategies.data import check_equal_lengths, extra_steps, lockstep, seed_workers
 from lightning_par.trainer.checkpoint_hooks import CheckpointHooks
-from lightning_par.trainer.data import check_equal_lengths, extra_steps, lockstep, seed_workers
 from lightning_par.trainer.mirrored_steps import MirroredSteps
 from lightning_par.trainer.pipeline_steps import PipelineSteps
 
@@ -27,24 +26,10 @@ Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
 class StepHooks(CheckpointHooks):
     """Runs the user's steps and their backwards."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._engine: ParallelEngine | None = None
-        self._pipeline_steps: PipelineSteps | None = None
-        self._mirrored_steps: MirroredSteps | None = None
-        self._predict_steps_left: list[int | float] = []
-        self._predict_steps_extra: list[int] = []
-
-    @property
-    def engine(self) -> ParallelEngine:
-        """The engine, once the module is set up.
-
-        Raises:
-            RuntimeError: If asked for earlier.
-        """
-        if self._engine is None:
-            raise RuntimeError("The module is laid out when the Trainer starts to fit, validate, test or predict.")
-        return self._engine
+    _pipeline_steps: PipelineSteps | None = None
+    _mirrored_steps: MirroredSteps | None = None
+    _predict_steps_left: list[int | float]
+    _predict_steps_extra: list[int]
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -94,7 +94,7 @@ def spare_lightning() -> None:
 
     What needs only torch then starts in a third of the time. Without effect once the package has been imported.
     """
-    for name in ("lightning_par", "lightning_par.trainer"):
+    for name in ("lightning_par", "lightning_par.strategies"):
         package = types.ModuleType(name)
         package.__path__ = [str(ROOT.joinpath(*name.split(".")))]
         sys.modules.setdefault(name, package)

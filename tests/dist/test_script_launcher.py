@@ -141,7 +141,7 @@ if "LIGHTNING_PAR_PARENT_PROCESS" in os.environ:
 from tests.dist.processes import spare_lightning
 
 spare_lightning()
-from lightning_par.trainer import script_children
+from lightning_par.strategies import script_children
 
 children = script_children.Children((), (2, 1), {"NODE_RANK": "0"})
 children.start()

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lightning_par.trainer import script_children
-from lightning_par.trainer.script_children import Children, StuckWatch
+from lightning_par.strategies import script_children
+from lightning_par.strategies.script_children import Children, StuckWatch
 
 SLEEP = "import time; print(flush=True); time.sleep(60)"
 DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from lightning_par.trainer.script_command import _quoted, child_command, current_job
+from lightning_par.strategies.script_command import _quoted, child_command, current_job
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from lightning_par import DPStrategy, HybridStrategy, TPStrategy, ZeROStrategy
 from lightning_par.checkpoint import to_plain
 from lightning_par.gradients import NormScope
+from lightning_par.strategies.mesh import _reduce_operation
 from lightning_par.trainer.callbacks import format_bytes
-from lightning_par.trainer.mesh_strategy import _reduce_operation
 from lightning_par.trainer.precision import connect_precision
 
 CPU = torch.device("cpu")

@@ -26,8 +26,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, _T
 from typing_extensions import override
 
 from lightning_par.processes import end_soon, environment, leave_with_parent
-from lightning_par.trainer.script_children import PARENT, Children, StuckWatch
-from lightning_par.trainer.script_command import current_job
+from lightning_par.strategies.script_children import PARENT, Children, StuckWatch
+from lightning_par.strategies.script_command import current_job
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

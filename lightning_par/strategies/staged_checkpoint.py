@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import _configure_optimizers
-from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from torch.optim import Optimizer
 
 from lightning_par.checkpoint.stages import (
@@ -18,18 +15,7 @@ from lightning_par.checkpoint.stages import (
 )
 from lightning_par.pipelined import PipelinedEngine
 
-__all__ = ["StagedCheckpoint", "optimizer_order"]
-
-OptimizerOrder = list[list[list[str]]]
-"""For each optimizer, for each of its groups: parameter names."""
-
-
-def optimizer_order(trainer: Trainer, module: LightningModule) -> OptimizerOrder:
-    """How one process numbers the parameters of the module's optimizers; ask before the module is split."""
-    conf = _call_lightning_module_hook(trainer, "configure_optimizers", pl_module=module)
-    optimizers = _configure_optimizers(conf)[0] if conf is not None else []
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    return [[[names[p] for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers]
+__all__ = ["StagedCheckpoint"]
 
 
 class StagedCheckpoint:
@@ -37,13 +23,11 @@ class StagedCheckpoint:
 
     Args:
         engine: The engine that has split it.
-        order: Parameter names of the optimizers of one process.
         keeps: Whether this is the first rank of its stage.
     """
 
-    def __init__(self, engine: PipelinedEngine, order: OptimizerOrder, keeps: bool) -> None:
+    def __init__(self, engine: PipelinedEngine, keeps: bool) -> None:
         self._engine = engine
-        self._order = order
         self._keeps = keeps
 
     def module_state(self) -> dict[str, Any]:
@@ -70,18 +54,28 @@ class StagedCheckpoint:
             )
         return {name: state[name] for name in self._engine.module.state_dict()}
 
-    def optimizer_state(self, optimizer: Optimizer, number: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Full state of an optimizer on rank 0, as one process numbers it. A collective."""
+    def optimizer_state(
+        self, optimizer: Optimizer, names_by_group: Sequence[Sequence[str]], state: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Full state of an optimizer on rank 0, as one process numbers it. A collective.
+
+        Args:
+            optimizer: This rank's.
+            names_by_group: Parameter names of each group of the one process.
+            state: This rank's ``state_dict()``.
+        """
         local_names = [name for names in self.local_names(optimizer) for name in names]
         named = {local_names[position]: entry for position, entry in state["state"].items()}
         owners = self._owners(list(named))
-        all_names = [name for names in self._order[number] for name in names]
+        all_names = [name for names in names_by_group for name in names]
         collected = self._collect(all_names, named, owners)
-        return number_optimizer_state(collected, state["param_groups"], self._order[number]) if self._is_first else {}
+        return number_optimizer_state(collected, state["param_groups"], names_by_group) if self._is_first else {}
 
-    def load_optimizer_state(self, optimizer: Optimizer, number: int, full: Mapping[str, Any]) -> dict[str, Any]:
-        """What this rank's optimizer takes of a full state."""
-        return localize_optimizer_state(full, self._order[number], self.local_names(optimizer))
+    def load_optimizer_state(
+        self, optimizer: Optimizer, names_by_group: Sequence[Sequence[str]], full: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What this rank's optimizer takes of a full state; arguments as in :meth:`optimizer_state`."""
+        return localize_optimizer_state(full, names_by_group, self.local_names(optimizer))
 
     def local_names(self, optimizer: Optimizer) -> list[list[str]]:
         """Parameter names of each group of this rank's optimizer."""

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 __all__ = ["LockstepLoader", "check_equal_lengths", "extra_steps", "lockstep", "seed_workers"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from lightning_par.processes import GRACE_SECONDS, POLL_SECONDS, end_process
 from lightning_par.rank_watch import RankFailedError, ended_rank
-from lightning_par.trainer.script_command import child_command
+from lightning_par.strategies.script_command import child_command
 
 __all__ = ["PARENT", "Children", "StuckWatch"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_par.data_parallel import ServerOptions
@@ -37,13 +37,13 @@ def check_sync(sync: str, server_rank: int, dedicated: bool, zero_stage: int) ->
     return None
 
 
-def check_dedicated(module: LightningModule, pipeline_parallel_size: int) -> None:
+def check_dedicated(module: nn.Module, pipeline_parallel_size: int) -> None:
     """Check what a server can't do that runs no step itself.
 
     Raises:
         MisconfigurationException: With the way out.
     """
-    if not module.automatic_optimization:
+    if not getattr(module, "automatic_optimization", True):
         raise MisconfigurationException(
             f"{type(module).__name__} optimizes by hand (automatic_optimization=False), inside of the step, which a "
             "dedicated parameter server does not run. Use dedicated=False, or automatic optimization."
