@@ -1,15 +1,24 @@
 """Train an ordinary LightningModule in parallel by changing one argument.
 
-Importing the package registers the names ``par_dp``, ``par_ps``, ``par_tp``, ``par_pp``, ``par_zero1``, ``par_zero2``
-and ``par_zero3`` for ``Trainer(strategy=...)``.
+Importing the package registers the names ``par_dp``, ``par_ps``, ``par_tp``, ``par_pp``, ``par_zero1`` to ``par_zero3``
+and ``par_zero1_offload`` to ``par_zero3_offload`` for ``Trainer(strategy=...)``.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_par.layout import ParallelLayout
+from lightning_par.offload import OffloadPolicy
 from lightning_par.trainer import DPStrategy, HybridStrategy, PPStrategy, TPStrategy, ZeROStrategy
 
-__all__ = ["DPStrategy", "HybridStrategy", "PPStrategy", "ParallelLayout", "TPStrategy", "ZeROStrategy"]
+__all__ = [
+    "DPStrategy",
+    "HybridStrategy",
+    "OffloadPolicy",
+    "PPStrategy",
+    "ParallelLayout",
+    "TPStrategy",
+    "ZeROStrategy",
+]
 
 __version__ = "0.1.0"
 

@@ -10,7 +10,8 @@ The engine knows torch and nothing of Lightning: trainers drive it through :meth
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from lightning_par.gradients import NormScope
 from lightning_par.layout import ParallelLayout
 from lightning_par.materialize import check_can_materialize
 from lightning_par.model_state import count_parameters
+from lightning_par.offload import ModelOffload, OffloadPolicy, make_tier
 from lightning_par.restore import Footprint
 from lightning_par.tensor_parallel import check_plan, check_replicated_gradients, resolve_plan
 from lightning_par.tree import Settings, StepModule, Tree, equalize
@@ -67,6 +69,7 @@ class ParallelEngine:
         steps_inside: Whether the user's step runs backward and steps optimizers itself.
         activation_checkpointing: Whether blocks compute their activations again in backward.
         parameter_server: Which rank of the data axis averages gradients and steps; ``None`` for all of them.
+        offload: What is kept off the device, ``None`` for nothing.
 
     Raises:
         ValueError: If the layout does not suit the module (see :mod:`lightning_par.tensor_parallel`), or meta
@@ -87,6 +90,7 @@ class ParallelEngine:
         steps_inside: bool = False,
         activation_checkpointing: Checkpointing = False,
         parameter_server: ServerOptions | None = None,
+        offload: OffloadPolicy | None = None,
     ) -> None:
         check_checkpointing(activation_checkpointing)
         self.module = module
@@ -96,6 +100,8 @@ class ParallelEngine:
         self.zero_stage = zero_stage
         self.num_parameters = count_parameters(module.parameters())
         policy = ZERO_POLICIES[zero_stage]
+        if offload is not None and offload.parameters:
+            policy = replace(policy, frees_after_use=True)  # their place is the host
         plan = resolve_plan(module, tensor_parallel_plan) if layout.tp > 1 else {}
         check_plan(module, plan, layout.tp)
         check_can_materialize(module)
@@ -110,6 +116,8 @@ class ParallelEngine:
             steps_inside=steps_inside,
             activation_checkpointing=activation_checkpointing,
             parameter_server=parameter_server if layout.data_parallel_size > 1 else None,
+            offload=offload,
+            tier=None if offload is None else make_tier(offload, device),
         )
         self._is_last_micro_batch = True
         self._checks_gradients = layout.tp > 1
@@ -120,6 +128,8 @@ class ParallelEngine:
         self._whole = whole_parameters(module, shared) if self._settings.composes_units else []
         self.server = self._make_server()
         told_by = None if self.server is None else (self.server.group, self.server.rank)
+        self._is_first_micro_batch = True
+        self.offload = self._make_offload()
         self.norm_scope = NormScope(device=device, told_by=told_by)
         self._laid_out = _modules_with_parameters(module)
         self._footprint.complete()
@@ -142,6 +152,15 @@ class ParallelEngine:
             device=self.device,
         )
 
+    def _make_offload(self) -> ModelOffload | None:
+        settings = self._settings
+        if settings.offload is None or settings.tier is None:
+            return None
+        units = [unit for tree in self._trees for unit in tree.offloaded_units()]
+        # A step that optimizes by itself looks at gradients, and a schedule puts them together at its end.
+        can_take = not settings.steps_inside and self.layout.pp == 1
+        return ModelOffload(settings.offload, settings.tier, self.device, units, whole=self._whole, can_take=can_take)
+
     @property
     def trees(self) -> list[Tree]:
         """The trees that this rank calls."""
@@ -157,13 +176,16 @@ class ParallelEngine:
         self.release()
         if self.server is not None:
             self.server.close()
+        if self.offload is not None:
+            self.offload.close()
         self._footprint.remove()
         del vars(self.module)[_Link.NAME]
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the user's module through the wrappers."""
         (tree,) = self._trees
-        return tree(method=method, args=args, kwargs=kwargs)
+        with nullcontext() if self.offload is None else self.offload.forward():
+            return tree(method=method, args=args, kwargs=kwargs)
 
     @property
     def root(self) -> nn.Module:
@@ -189,6 +211,8 @@ class ParallelEngine:
 
     def before_evaluation(self) -> None:
         """Give every rank the batch-norm statistics of the first, as the checkpoint has them. A collective."""
+        if self.offload is not None:
+            self.offload.settle()
         norms = (module for module in self.module.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
         options = self._settings.parameter_server
         first = int(options is not None and options.is_dedicated and options.rank == 0)  # an idle server has none
@@ -196,6 +220,9 @@ class ParallelEngine:
 
     def before_backward(self) -> None:
         """Tell the engine that a backward begins."""
+        if self.offload is not None:
+            self.offload.before_backward(self._is_first_micro_batch, self._is_last_micro_batch)
+        self._is_first_micro_batch = self._is_last_micro_batch
         if self.server is not None:
             self.server.before_backward(self._is_last_micro_batch)
         for tree in self._trees:
@@ -225,10 +252,14 @@ class ParallelEngine:
         average_whole_gradients(whole, self.mesh.get_group("dp"), self.device)
         for tree in self._trees:
             if tree.used is not None:
-                tree.used.settle()
+                unused = tree.used.settle()
+                if self.offload is not None:
+                    self.offload.drop_gradients(unused)
 
     def release(self) -> None:
-        """Free gathered copies of parameters, so that the module shows its shards."""
+        """Free gathered copies of parameters, so that the module shows its shards as they are after the last step."""
+        if self.offload is not None:
+            self.offload.settle()
         for tree in self._trees:
             tree.release()
 

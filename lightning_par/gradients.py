@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["NormScope", "clip_by_norm_", "clip_by_value_", "local", "total_norm"]
+__all__ = ["NormScope", "clip_by_norm_", "clip_by_value_", "local", "total_norm", "whole"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,19 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """All of ``tensor``. A collective of its mesh if it is a DTensor, whose shard may be on the host."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    shard, mesh = tensor.to_local(), tensor.device_mesh
+    if shard.device.type != mesh.device_type:
+        shape, stride = tensor.shape, tensor.stride()
+        shard = shard.to(mesh.device_type)
+        tensor = DTensor.from_local(shard, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    return tensor.full_tensor()
+
+
+@torch.no_grad()
 def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0, scope: NormScope = NormScope()) -> Tensor:
     """Norm of all gradients together, equal on every rank and to that of one process.
 
@@ -52,14 +65,16 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0, scope: Norm
         scope: Further ranks whose parameters count.
 
     Returns:
-        Scalar float64 tensor on the gradients' device.
+        Scalar float64 tensor on the scope's device.
     """
     shares: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     elsewhere = {id(parameter) for parameter in scope.counted_elsewhere}
     for parameter in parameters:
         if parameter.grad is not None and id(parameter) not in elsewhere:
             shares[_sharding_groups(parameter)].append(local(parameter.grad))
-    norms = [_over_ranks(_norms(grads, norm_type), groups, norm_type) for groups, grads in shares.items()]
+    # Gradients may be on the host, where a device's groups can't reach them.
+    own = {groups: _norms(grads, norm_type).to(scope.device) for groups, grads in shares.items()}
+    norms = [_over_ranks(norm, groups, norm_type) for groups, norm in own.items()]
     norm = _combine(norms, norm_type) if norms else torch.zeros((), dtype=torch.float64, device=scope.device)
     if scope.group is not None:
         norm = _over_ranks(norm, [scope.group], norm_type)

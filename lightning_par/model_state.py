@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypedDict
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_par.gradients import local
 
-__all__ = ["ModelStateBytes", "count_parameters", "expected_state_bytes", "measure_state_bytes"]
+__all__ = ["ModelStateBytes", "count_parameters", "expected_state_bytes", "measure_state_bytes", "total_state_bytes"]
 
 _ADAM_MOMENTS = 2
 
@@ -39,6 +39,16 @@ def measure_state_bytes(parameters: Sequence[Tensor], optimizers: Iterable[Optim
         if isinstance(value, Tensor)
     ]
     return {"parameters": _nbytes(parameters), "gradients": _nbytes(gradients), "optimizer": _nbytes(states)}
+
+
+def total_state_bytes(by_place: Mapping[str, ModelStateBytes]) -> ModelStateBytes:
+    """The sum over places."""
+    parts = list(by_place.values())
+    return {
+        "parameters": sum(part["parameters"] for part in parts),
+        "gradients": sum(part["gradients"] for part in parts),
+        "optimizer": sum(part["optimizer"] for part in parts),
+    }
 
 
 def expected_state_bytes(parameters: Iterable[Tensor], steps: bool = True) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 __all__ = ["draw_run", "read_metrics"]
 
 _DPI = 120
+_HATCHES = {"device": None, "host": "//", "disk": "xx"}
 _SERIES = {"train_loss": "training", "val_loss": "validation"}
 
 
@@ -54,15 +55,28 @@ def _draw(metrics: dict[str, list[tuple[int, float]]], summary: dict[str, Any], 
     loss.set(xlabel="optimizer step", ylabel="loss (nats per token)", title=_title(summary))
     if loss.lines:
         loss.legend(frameon=False)
-    megabytes = [number / 1e6 for number in summary["model_state_bytes"]]
-    state.bar(range(len(megabytes)), megabytes)
-    state.set(xlabel="rank", title="model state (MB)", xticks=range(len(megabytes)))
+    _draw_state(state, summary["model_state_by_place"])
     moved = {axis: number / 1e6 for axis, number in summary["communication_bytes_per_step"].items()}
     traffic.bar(list(moved), list(moved.values()))
     traffic.set(xlabel="mesh axis", title="moved a step (MB)")
     for axes in (loss, state, traffic):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
+
+
+def _draw_state(axes: Any, by_rank: list[dict[str, dict[str, int]]]) -> None:
+    """Who holds what: a bar a rank, a colour a kind of state, a hatching a place."""
+    ranks = range(len(by_rank))
+    base = [0.0 for _ in ranks]
+    for place in dict.fromkeys(place for places in by_rank for place in places):
+        for number, kind in enumerate(("parameters", "gradients", "optimizer")):
+            sizes = [places.get(place, {}).get(kind, 0) / 1e6 for places in by_rank]
+            if any(sizes):
+                label = f"{kind}" if place == "device" else f"{kind}, {place}"
+                axes.bar(ranks, sizes, bottom=base, color=f"C{number}", hatch=_HATCHES[place], ec="white", label=label)
+            base = [below + size for below, size in zip(base, sizes, strict=True)]
+    axes.set(xlabel="rank", title="model state (MB)", xticks=ranks, ylim=(0, 1.5 * max(base, default=1.0) or 1.0))
+    axes.legend(frameon=False, fontsize=7, loc="upper center")
 
 
 def _title(summary: dict[str, Any]) -> str:

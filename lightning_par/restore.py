@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.tensor import DTensor
 
+from lightning_par.gradients import whole
 from lightning_par.ties import find_ties, restore_ties
 
 __all__ = ["Footprint"]
@@ -86,7 +86,7 @@ class Footprint:
 
 @torch.no_grad()
 def _plain(parameter: Tensor) -> nn.Parameter:
-    full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    full = whole(parameter)
     return nn.Parameter(full.detach().cpu(), requires_grad=parameter.requires_grad)
 
 

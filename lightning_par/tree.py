@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_par.activation_checkpointing import Checkpointing, checkpoint_activations
 from lightning_par.data_parallel import (
+    HostShards,
     Place,
     ServerOptions,
     Unit,
@@ -36,6 +37,7 @@ from lightning_par.data_parallel import (
 )
 from lightning_par.layout import ParallelLayout
 from lightning_par.materialize import materialize
+from lightning_par.offload import OffloadedUnit, OffloadPolicy, Tier, num_on_device
 from lightning_par.tensor_parallel import apply_plan, explain_errors
 from lightning_par.ties import find_ties, restore_ties
 
@@ -61,6 +63,8 @@ class Settings:
         steps_inside: Whether the user's step runs backward and steps optimizers itself.
         activation_checkpointing: What blocks keep for their backward.
         parameter_server: Which rank of the data axis averages gradients and steps; ``None`` for all of them.
+        offload: What is kept off the device, ``None`` for nothing.
+        tier: Where it is kept.
     """
 
     layout: ParallelLayout
@@ -73,11 +77,25 @@ class Settings:
     steps_inside: bool = False
     activation_checkpointing: Checkpointing = False
     parameter_server: ServerOptions | None = None
+    offload: OffloadPolicy | None = None
+    tier: Tier | None = None
+
+    @property
+    def gathers_from_host(self) -> bool:
+        """Whether parameters are off the device until they are used."""
+        return self.offload is not None and self.offload.parameters
+
+    @property
+    def host_shards(self) -> HostShards:
+        """How parameters are kept off the device."""
+        assert self.offload is not None
+        assert self.tier is not None
+        return HostShards(self.offload.pin_memory, self.tier.hold if self.offload.device == "disk" else None)
 
     @property
     def wraps(self) -> bool:
-        """Whether modules are wrapped for the data axis."""
-        return self.layout.data_parallel_size > 1 and self.parameter_server is None
+        """Whether modules are wrapped for the data axis; what gathers over ranks also gathers from the host."""
+        return self.parameter_server is None and (self.layout.data_parallel_size > 1 or self.gathers_from_host)
 
     @property
     def composes_units(self) -> bool:
@@ -123,6 +141,8 @@ class Tree:
         self._shared = shared
         self._ties = find_ties(self.module)
         units = find_units(self.module, split_children=settings.steps_inside)
+        self._units_in_use = [units[-1], *units[:-1]]  # a forward starts with what the root holds
+        self._on_host = self._choose_on_host()
         for unit in units:
             self._prepare(unit)
         self._wrap_root(units[-1])
@@ -166,7 +186,7 @@ class Tree:
             return
         checkpoint_activations(unit.module, settings.activation_checkpointing)
         if settings.composes_units:
-            self._apply_data_axis(unit.module, casts_inputs=True)
+            self._apply_data_axis(unit.module, unit, casts_inputs=True)
 
     def _wrap_root(self, unit: Unit) -> None:
         settings = self._settings
@@ -176,7 +196,7 @@ class Tree:
             self.root = wrap_whole(self.step_module, settings.mesh, settings.find_unused_parameters)
             return
         # The root sees the user's batch as it is: targets keep their precision.
-        self._apply_data_axis(self.step_module, casts_inputs=False)
+        self._apply_data_axis(self.step_module, unit, casts_inputs=False)
         make_root(self.step_module)
         for _, member in unit.members:
             member.register_forward_pre_hook(self._before_member)
@@ -194,11 +214,29 @@ class Tree:
         if not self.is_running:
             gather(self.root)
 
-    def _apply_data_axis(self, module: nn.Module, casts_inputs: bool) -> None:
+    def _apply_data_axis(self, module: nn.Module, unit: Unit, casts_inputs: bool) -> None:
         settings = self._settings
         precision = UnitPrecision(settings.parameter_dtype, casts_inputs)
         whole = set(whole_parameters(module, self._shared))
-        apply_data_axis(module, settings.mesh, settings.policy, precision, whole)
+        on_host = settings.host_shards if unit.name in self._on_host else None
+        apply_data_axis(module, settings.mesh, settings.policy, precision, whole, on_host)
+
+    def _choose_on_host(self) -> set[str]:
+        """Names of the units whose parameters are off the device."""
+        offload, units = self._settings.offload, self._units_in_use
+        if offload is None or not offload.parameters:
+            return set()
+        sizes = [sum(parameter.numel() for parameter in _parameters_of(unit)) for unit in units]
+        return {unit.name for unit in units[num_on_device(sizes, offload.fraction) :]}
+
+    def offloaded_units(self) -> list[OffloadedUnit]:
+        """The units in the order in which a forward uses them."""
+        units = self._units_in_use
+        modules = [self.step_module, *(unit.module for unit in units[1:])]
+        return [
+            OffloadedUnit(module, _parameters_of(unit), is_on_host=unit.name in self._on_host)
+            for module, unit in zip(modules, units, strict=True)
+        ]
 
 
 def equalize(tensors: list[Tensor], mesh: DeviceMesh, data_source: int = 0) -> None:
@@ -215,6 +253,11 @@ def equalize(tensors: list[Tensor], mesh: DeviceMesh, data_source: int = 0) -> N
         if group.size() > 1 and unique:
             source = data_source if axis == "dp_replicate" else 0
             dist._broadcast_coalesced(group, unique, _BROADCAST_BYTES, source)
+
+
+def _parameters_of(unit: Unit) -> list[nn.Parameter]:
+    """The parameters of a unit, each once."""
+    return list(dict.fromkeys(p for _, member in unit.members for p in member.parameters(recurse=False)))
 
 
 def _own_tensors(module: nn.Module) -> list[Tensor]:

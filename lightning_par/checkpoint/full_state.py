@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
+
+from lightning_par.gradients import whole
 
 __all__ = ["gather_full_state", "shard_full_state", "shard_optimizer_state"]
 
@@ -42,18 +44,21 @@ def shard_full_state(full: Mapping[str, Any], reference: Mapping[str, Any]) -> d
     return {name: _shard(name, value, reference.get(name)) for name, value in full.items()}
 
 
-def shard_optimizer_state(full: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+def shard_optimizer_state(
+    full: Mapping[str, Any], optimizer: Optimizer, references: Sequence[Tensor] | None = None
+) -> dict[str, Any]:
     """Cut this rank's share out of an optimizer's full ``state_dict()``.
 
     Args:
         full: An optimizer state of one process: state by parameter position, and parameter groups.
         optimizer: The optimizer to load it into, over this rank's parameters in the same order.
+        references: Tensors laid out and placed as the state of each parameter is to be; ``None`` for the parameters.
 
     Raises:
         ValueError: If a state tensor has several elements but not its parameter's shape, so that nobody knows how to
             cut it for a sharded parameter.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = references or [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
         position: {
             name: _shard_moment(f"state {name!r} of parameter {position}", value, parameters[position])
@@ -66,7 +71,7 @@ def shard_optimizer_state(full: Mapping[str, Any], optimizer: Optimizer) -> dict
 
 @torch.no_grad()
 def _gather(tensor: Tensor, keep: bool) -> Tensor | None:
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    full = whole(tensor)
     return full.detach().cpu() if keep else None
 
 

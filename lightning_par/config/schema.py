@@ -37,6 +37,7 @@ __all__ = [
     "AdamWConfig",
     "ClusterConfig",
     "LaunchConfig",
+    "OffloadConfig",
     "RunConfig",
     "SGDConfig",
     "StrategyConfig",
@@ -68,6 +69,7 @@ class StrategyConfig:
     sync: str = "all_reduce"
     server_rank: int = 0
     dedicated: bool = False
+    offload: Any = None  # "optimizer", "all" or an OffloadConfig
     find_unused_parameters: bool = True
     activation_checkpointing: bool | str = False
     schedule: str = "1f1b"
@@ -79,6 +81,19 @@ class StrategyConfig:
     pipeline_last: list[str] = field(default_factory=list)
     process_group_backend: str | None = None
     timeout: Seconds = field(default_factory=Seconds)
+
+
+@dataclass
+class OffloadConfig:
+    """Arguments of :class:`lightning_par.OffloadPolicy`."""
+
+    _target_: str = "lightning_par.OffloadPolicy"
+    device: str = "cpu"
+    path: str | None = None
+    pin_memory: bool = True
+    overlap: bool = True
+    fraction: float = 1.0
+    parameters: bool = False
 
 
 @dataclass
@@ -238,6 +253,7 @@ class RunConfig:
 SCHEMAS: dict[str, type] = {
     "run": RunConfig,
     "strategy": StrategyConfig,
+    "offload": OffloadConfig,
     "trainer": TrainerConfig,
     "launch": LaunchConfig,
     "adamw": AdamWConfig,

@@ -18,6 +18,7 @@ stage  parameters                  gradients                    moved
 """
 
 from lightning_par.data_parallel.apply import (
+    HostShards,
     UnitPrecision,
     apply_data_axis,
     defer_gradient_sync,
@@ -37,6 +38,7 @@ from lightning_par.data_parallel.whole import Place, average_whole_gradients, pl
 
 __all__ = [
     "ZERO_POLICIES",
+    "HostShards",
     "ParameterServer",
     "Place",
     "ServerOptions",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -10,15 +10,16 @@ from inspect import signature
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_par.data_parallel.policy import ZeroPolicy
 
 __all__ = [
+    "HostShards",
     "UnitPrecision",
     "apply_data_axis",
     "defer_gradient_sync",
@@ -50,8 +51,26 @@ class UnitPrecision:
     casts_inputs: bool = True
 
 
+@dataclass(frozen=True)
+class HostShards:
+    """Shards that are on the host, and copied to the device as they are gathered.
+
+    Attributes:
+        pins: Whether they are page-locked.
+        hold: Copies tensors to where they are held; ``None`` for ordinary host memory.
+    """
+
+    pins: bool
+    hold: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
+
+
 def apply_data_axis(
-    module: nn.Module, mesh: DeviceMesh, policy: ZeroPolicy, precision: UnitPrecision, whole: set[nn.Parameter]
+    module: nn.Module,
+    mesh: DeviceMesh,
+    policy: ZeroPolicy,
+    precision: UnitPrecision,
+    whole: set[nn.Parameter],
+    on_host: HostShards | None = None,
 ) -> None:
     """Shard or replicate one unit in place. Call it on inner units first.
 
@@ -61,6 +80,7 @@ def apply_data_axis(
         policy: The ZeRO stage.
         precision: Data types of the unit.
         whole: Parameters to leave alone.
+        on_host: Where shards are kept off the device, ``None`` for on it.
     """
     mixed = MixedPrecisionPolicy(
         param_dtype=precision.parameters,
@@ -68,6 +88,9 @@ def apply_data_axis(
         cast_forward_inputs=precision.casts_inputs,
     )
     options: dict[str, Any] = {"mp_policy": mixed, "ignored_params": whole}
+    if on_host is not None:
+        pins = on_host.pins and on_host.hold is None and mesh.device_type != "cpu"
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=pins)
     if policy.shards:
         fully_shard(module, mesh=_shard_mesh(mesh), reshard_after_forward=policy.frees_after_use, **options)
     else:
@@ -75,6 +98,8 @@ def apply_data_axis(
     if mesh.device_type == "cpu":
         # gloo has no average: sum, then divide.
         _composable(module).set_force_sum_reduction_for_comms(True)
+    if on_host is not None and on_host.hold is not None:
+        _move_shards(module, on_host.hold)
 
 
 def wrap_whole(module: nn.Module, mesh: DeviceMesh, find_unused_parameters: bool) -> nn.Module:
@@ -168,6 +193,18 @@ def reduce_now(root: nn.Module) -> None:
         for group in state._fsdp_param_groups:
             group.post_backward()
     root_state._root_post_backward_final_callback()
+
+
+def _move_shards(module: nn.Module, hold: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
+    """Replace the memory of one unit's shards."""
+    state = _composable(module)._get_fsdp_state()
+    shards: list[Any] = [shard for group in state._fsdp_param_groups for shard in group.fsdp_params]
+    with torch.no_grad():
+        held = hold([shard._sharded_param_data for shard in shards])
+    for shard, data in zip(shards, held, strict=True):
+        part = shard.sharded_param._local_tensor
+        shard._sharded_param_data = data
+        shard.sharded_param._local_tensor = data.as_strided(part.shape, part.stride())
 
 
 def _sum_dtype(module: nn.Module) -> torch.dtype:

@@ -61,18 +61,23 @@ class UsedParameters:
             self._used.update(place for place, p in parameters if p is not None and p.grad is not None)
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """After the last backward of a window: take away the gradients of what no rank used. A collective."""
+    def settle(self) -> list[nn.Parameter]:
+        """After the last backward of a window: take away the gradients of what no rank used. A collective.
+
+        Returns:
+            The parameters that no rank used.
+        """
         places = [(m, name) for m in self._root.modules() for name, p in m._parameters.items() if p is not None]
         used = torch.tensor([(id(m), name) in self._used for m, name in places], dtype=torch.int32, device=self._device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
         kept = {id(m._parameters[name]) for (m, name), flag in zip(places, used.tolist(), strict=True) if flag}
-        for module, name in places:
-            parameter = module._parameters[name]
-            if parameter is not None and id(parameter) not in kept:
-                parameter.grad = None
+        parameters = (module._parameters[name] for module, name in places)
+        unused = [parameter for parameter in parameters if parameter is not None and id(parameter) not in kept]
+        for parameter in unused:
+            parameter.grad = None
         self._used.clear()
         self._is_open = False
+        return unused
 
     def _watch(self, members: list[nn.Module], *_: Any) -> None:
         """Attach to each gathered parameter, once: they are the same objects in every step."""

@@ -57,11 +57,11 @@ class SharedParameters:
             value = local(one.parameter.detach())
             owner, *others = one.holders
             if self._group.rank() == owner:
-                sent = value.contiguous()
+                sent = value.contiguous().to(self._device)
                 for other in others:
                     dist.send(sent, group=self._group, group_dst=other)
             else:
-                received = torch.empty_like(value, memory_format=torch.contiguous_format)
+                received = torch.empty_like(value, memory_format=torch.contiguous_format, device=self._device)
                 dist.recv(received, group=self._group, group_src=owner)
                 value.copy_(received)
 
@@ -82,7 +82,8 @@ class SharedParameters:
                 if one.parameter.grad is None:
                     one.parameter.grad = torch.zeros_like(one.parameter)
                 grad = local(one.parameter.grad)
-                grad.copy_(self._sum(grad.to(torch.promote_types(grad.dtype, torch.float32)), one.holders))
+                dtype = torch.promote_types(grad.dtype, torch.float32)
+                grad.copy_(self._sum(grad.to(self._device, dtype), one.holders))
 
     def _sum(self, value: Tensor, holders: Sequence[int]) -> Tensor:
         if len(holders) == self._group.size():

@@ -22,6 +22,7 @@ from lightning_par.checkpoint import (
     to_plain,
 )
 from lightning_par.engine import ParallelEngine
+from lightning_par.offload import offloaded
 from lightning_par.pipelined import PipelinedEngine
 from lightning_par.strategies.mesh import OnMesh
 from lightning_par.strategies.optimizers import choose_update, forget_update
@@ -76,9 +77,12 @@ class Checkpoints(OnMesh):
             full = staged.load_optimizer_state(optimizer, self.optimizer_names(optimizer), full)
         if not self.holds_optimizer_state:
             full = {**full, "state": {}}
-        optimizer.load_state_dict(shard_optimizer_state(full, optimizer))
-        choose_update(optimizer)
-        _optimizer_to_device(optimizer, self.root_device)
+        off_device = offloaded(optimizer)
+        references = None if off_device is None else off_device.loading_parameters()
+        optimizer.load_state_dict(shard_optimizer_state(full, optimizer, references))
+        if off_device is None:
+            choose_update(optimizer)
+            _optimizer_to_device(optimizer, self.root_device)
 
     def write_ordinary_file(self, checkpoint: dict[str, Any], path: _PATH) -> bool:
         """Write on rank 0, all at once; unless the path is elsewhere or a plugin of the user's has its own idea."""

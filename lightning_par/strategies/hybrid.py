@@ -14,7 +14,8 @@ from lightning_par.communication import CommunicationCounter
 from lightning_par.engine import ParallelEngine
 from lightning_par.gradients import local
 from lightning_par.layout import AUTO, Degree
-from lightning_par.model_state import ModelStateBytes, expected_state_bytes, measure_state_bytes
+from lightning_par.model_state import ModelStateBytes, expected_state_bytes, measure_state_bytes, total_state_bytes
+from lightning_par.offload import Offload, resolve_offload
 from lightning_par.pipelined import PipelinedEngine, PipelineOptions
 from lightning_par.random_state import share_random_state
 from lightning_par.strategies.checkpoints import Checkpoints
@@ -43,6 +44,9 @@ class Hybrid(Checkpoints):
             them averages gradients, holds the only optimizer state, and hands the weights back.
         server_rank: Which of them is the server.
         dedicated: Whether the server sees no data.
+        offload: What of the model state is kept off the device: ``None`` for nothing, ``"optimizer"`` for master
+            weights and optimizer states, which the host then steps, ``"all"`` for parameters too, or an
+            :class:`~lightning_par.offload.OffloadPolicy`. Needs a ``zero_stage``.
         find_unused_parameters: Whether to cope with parameters that a step does not use, on some ranks or on all; costs
             a small reduction a step.
         activation_checkpointing: Whether blocks compute their activations again in backward: ``True`` for all of them,
@@ -79,6 +83,7 @@ class Hybrid(Checkpoints):
         sync: str = ALL_REDUCE,
         server_rank: int = 0,
         dedicated: bool = False,
+        offload: Offload = None,
         find_unused_parameters: bool = True,
         activation_checkpointing: Checkpointing = False,
         schedule: str = "1f1b",
@@ -114,6 +119,7 @@ class Hybrid(Checkpoints):
             timeout=timeout,
             **lightning,
         )
+        self.offload_policy = resolve_offload(offload, zero_stage)
         self.last_gradient_norm: Tensor | None = None
         self._plan = tensor_parallel_plan
         self._find_unused_parameters = find_unused_parameters
@@ -141,7 +147,13 @@ class Hybrid(Checkpoints):
 
     def model_state_bytes(self) -> ModelStateBytes:
         """Bytes of parameters, gradients and optimizer states that this rank holds, read off the tensors."""
-        return measure_state_bytes(self.engine.parameters(), self.optimizers)
+        return total_state_bytes(self.model_state_by_place())
+
+    def model_state_by_place(self) -> dict[str, ModelStateBytes]:
+        """The same by place: ``"device"``, and with offload ``"host"`` or ``"disk"``; masters count as states."""
+        if self.engine.offload is not None:
+            return self.engine.offload.state_bytes()
+        return {"device": measure_state_bytes(self.engine.parameters(), self.optimizers)}
 
     def expected_model_state_bytes(self) -> int:
         """Bytes per rank that the formula gives for Adam (:func:`~lightning_par.model_state.expected_state_bytes`)."""
@@ -184,6 +196,7 @@ class Hybrid(Checkpoints):
             "steps_inside": steps_inside,
             "activation_checkpointing": self._activation_checkpointing,
             "parameter_server": self._parameter_server,
+            "offload": self.offload_policy,
         }
         if self.layout.pp > 1:
             return PipelinedEngine(module, self.layout, self.mesh, options=self._pipeline, **options)
@@ -203,10 +216,14 @@ class Hybrid(Checkpoints):
 
         Raises:
             MisconfigurationException: If it does not go with a parameter server.
+            ValueError: If it can't be stepped where its states are to be.
         """
         if self._parameter_server is not None:
             check_steps_on_server(optimizer)
-        choose_update(optimizer)
+        if engine.offload is None:
+            choose_update(optimizer)
+        else:
+            engine.offload.attach(optimizer)
 
         def after_step(stepped: Optimizer, *_: Any) -> None:
             engine.after_optimizer_step([p for group in stepped.param_groups for p in group["params"]])

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_par.gradients import local
+from lightning_par.offload import stepped_parameters
 
 __all__ = ["DistributedGradScaler", "parameter_dtype", "scale_together"]
 
@@ -39,22 +40,27 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Unscale this rank's shards, then agree on whether any rank found an infinity."""
-        by_device = super()._unscale_grads_(_LocalGradients(optimizer), inv_scale, found_inf, allow_fp16)  # type: ignore[arg-type]
-        found = torch.stack([value.to(self._root_device) for value in [found_inf, *by_device.values()]]).amax(0)
+        parts = [_local_part(parameter) for parameter in stepped_parameters(optimizer) if parameter.grad is not None]
+        found = found_inf.to(self._root_device)
+        # Gradients may be on the host, where torch expects to find the scale too.
+        for device in {part.device for part in parts}:
+            here = _Gradients([part for part in parts if part.device == device])
+            scale, none_found = inv_scale.to(device), torch.zeros_like(found_inf, device=device)
+            by_device = super()._unscale_grads_(here, scale, none_found, allow_fp16)  # type: ignore[arg-type]
+            found = torch.stack([found, *(value.to(self._root_device) for value in by_device.values())]).amax(0)
         if dist.is_initialized():
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return {self._root_device: found}
 
 
-class _LocalGradients:
-    """What a scaler reads of an optimizer, with every parameter replaced by this rank's part of it."""
+class _Gradients:
+    """What a scaler reads of an optimizer."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.param_groups = [{"params": [_local_parameter(parameter) for parameter in parameters]}]
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.param_groups = [{"params": parameters}]
 
 
-def _local_parameter(parameter: Tensor) -> Tensor:
+def _local_part(parameter: Tensor) -> Tensor:
     part = local(parameter.detach())
     part.grad = None if parameter.grad is None else local(parameter.grad)
     return part

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_par.layout import AUTO, Degree
+from lightning_par.offload import Offload
 from lightning_par.strategies.hybrid import Hybrid
 from lightning_par.strategies.sync import ALL_REDUCE, PARAMETER_SERVER
 
@@ -86,6 +87,7 @@ class ZeRO(Hybrid):
         stage: 1 shards optimizer states, 2 also gradients, 3 also parameters.
         shard_size: Ranks that share one copy, ``None`` for all of the data axis (``zero_shard_size`` elsewhere).
         data_parallel_size: Number of ranks that see different batches.
+        offload: What is kept off the device: ``None``, ``"optimizer"``, ``"all"`` or an ``OffloadPolicy``.
         **kwargs: Any other argument of ``HybridStrategy``.
 
     Raises:
@@ -93,16 +95,29 @@ class ZeRO(Hybrid):
     """
 
     def __init__(
-        self, stage: int = 2, shard_size: int | None = None, data_parallel_size: Degree = AUTO, **kwargs: Any
+        self,
+        stage: int = 2,
+        shard_size: int | None = None,
+        data_parallel_size: Degree = AUTO,
+        offload: Offload = None,
+        **kwargs: Any,
     ) -> None:
         if stage == 0:
             raise ValueError("stage=0 shards nothing. Use DPStrategy() for that, or stage 1, 2 or 3.")
-        super().__init__(data_parallel_size=data_parallel_size, zero_stage=stage, zero_shard_size=shard_size, **kwargs)
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            zero_stage=stage,
+            zero_shard_size=shard_size,
+            offload=offload,
+            **kwargs,
+        )
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``par_zero1``, ``par_zero2`` and ``par_zero3``."""
+        """Register ``par_zero1``, ``par_zero2`` and ``par_zero3``, and each with ``_offload``."""
         for stage in (1, 2, 3):
-            strategy_registry.register(
-                f"par_zero{stage}", cls, description=f"ZeRO stage {stage}", override=True, stage=stage
-            )
+            name, words = f"par_zero{stage}", f"ZeRO stage {stage}"
+            strategy_registry.register(name, cls, description=words, override=True, stage=stage)
+            options = {"stage": stage, "offload": "optimizer"}
+            words += ", optimizer states on the host"
+            strategy_registry.register(f"{name}_offload", cls, description=words, override=True, **options)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from lightning_par.offload import OffloadPolicy
 from lightning_par.trainer.monitor import RunMonitor
 from lightning_par.trainer.strategy import HybridStrategy
 
@@ -79,12 +80,20 @@ def _facts(strategy: HybridStrategy) -> Table:
     per_rank = sum(parameter.numel() for parameter in strategy.local_parameters())
     table.add_row("layout", " x ".join(degrees) or "one rank")
     table.add_row("ZeRO stage", str(strategy.zero_stage))
+    if strategy.offload_policy is not None:
+        table.add_row("off the device", _off_the_device(strategy.offload_policy))
     if layout.pp > 1:
         table.add_row("schedule", strategy.schedule)
     table.add_row("ranks", f"{layout.world_size} on {strategy.root_device.type}, {strategy.process_group_backend}")
     table.add_row("parameters", f"{strategy.total_num_parameters:,} ({per_rank:,} on this rank)")
     table.add_row("model state", f"{format_bytes(strategy.expected_model_state_bytes())} a rank expected with Adam")
     return table
+
+
+def _off_the_device(policy: OffloadPolicy) -> str:
+    what = "optimizer states and parameters" if policy.parameters else "optimizer states and master weights"
+    part = "" if policy.fraction == 1 else f" of {policy.fraction:.0%} of the elements"
+    return f"{what}{part}, {'in host memory' if policy.device == 'cpu' else f'in files in {policy.path}'}"
 
 
 class ParallelProgressBar(RichProgressBar):

@@ -8,7 +8,7 @@ import resource
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from lightning_par.trainer.strategy import HybridStrategy
 
 __all__ = ["RunMonitor"]
 
+T = TypeVar("T")
 _WARM_UP_STEPS = 2
 _RECENT_STEPS = 20
 
@@ -57,7 +58,7 @@ class RunMonitor(Callback):
         self._global_step = 0
         self._counter: CommunicationCounter | None = None
         self._traffic: dict[str, int] = {}
-        self._state: dict[str, int] = {}
+        self._state: dict[str, Any] = {}
         self._first_loss: float | None = None
 
     def recent_tokens_per_second(self) -> float | None:
@@ -129,7 +130,8 @@ class RunMonitor(Callback):
             "tokens_per_second": _rate(self._tokens, self._seconds),
             "step_time_ms": _step_times(self._seconds),
             "peak_memory_bytes": _from_all_ranks(self.memory_bytes()),
-            "model_state_bytes": _from_all_ranks(sum(self._state.values())),
+            "model_state_bytes": _from_all_ranks(sum(sum(kinds.values()) for kinds in self._state.values())),
+            "model_state_by_place": _from_all_ranks(self._state),
             "communication_bytes_per_step": self._traffic,
             "train_loss": {"first": self._first_loss, "last": _reduced(trainer, self._train_metric)},
             "val_loss": _reduced(trainer, self._val_metric),
@@ -148,7 +150,7 @@ class RunMonitor(Callback):
         assert isinstance(trainer.strategy, HybridStrategy)
         self._counter.__exit__(None, None, None)
         self._traffic = self._counter.bytes_by_axis()
-        self._state = dict(trainer.strategy.model_state_bytes())  # type: ignore[arg-type]
+        self._state = trainer.strategy.model_state_by_place()
         self._counter = None
 
 
@@ -175,6 +177,8 @@ def _strategy_name(strategy: Any) -> str:
         return type(strategy).__name__
     layout = strategy.layout
     data = f"zero{strategy.zero_stage}" if strategy.zero_stage else "dp" if layout.data_parallel_size > 1 else ""
+    if strategy.offload_policy is not None:
+        data += "_offload"
     parts = ("pp" if layout.pp > 1 else "", data, "tp" if layout.tp > 1 else "")
     return "+".join(part for part in parts if part) or "single"
 
@@ -220,7 +224,7 @@ def _reduced(trainer: Trainer, name: str) -> float | None:
     return None if value is None else float(trainer.strategy.reduce(value.float(), reduce_op="mean"))
 
 
-def _from_all_ranks(value: int) -> list[int]:
+def _from_all_ranks(value: T) -> list[T]:
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     values: list[Any] = [None] * dist.get_world_size()

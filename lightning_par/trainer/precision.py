@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_par.gradients import NormScope, clip_by_norm_, clip_by_value_
+from lightning_par.offload import stepped_parameters
 from lightning_par.strategies.precision import scale_together
 
 __all__ = ["connect_precision"]
@@ -46,10 +47,10 @@ def connect_precision(
     scale_together(plugin, _SUPPORTED, device)
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
-        on_norm(clip_by_norm_(plugin.main_params(optimizer), clip_val, scope=scope()))
+        on_norm(clip_by_norm_(stepped_parameters(optimizer), clip_val, scope=scope()))
 
     def clip_grad_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
-        clip_by_value_(plugin.main_params(optimizer), clip_val)
+        clip_by_value_(stepped_parameters(optimizer), clip_val)
 
     replacements: dict[str, Any] = {"clip_grad_by_norm": clip_grad_by_norm, "clip_grad_by_value": clip_grad_by_value}
     vars(plugin).update(replacements)

@@ -20,6 +20,7 @@ from lightning_par.trainer.checkpoint_hooks import optimizer_order
 from lightning_par.trainer.logged_keys import SameLoggedKeys
 from lightning_par.trainer.metrics import sync_metrics_over
 from lightning_par.trainer.mirrored_steps import MirroredSteps
+from lightning_par.trainer.offload_overlap import overlap_unseen
 from lightning_par.trainer.pipeline_metrics import adopt_states_from, adopt_states_over, stop_adopting
 from lightning_par.trainer.pipeline_steps import PipelineSteps, refuse_under_a_pipeline
 from lightning_par.trainer.precision import connect_precision
@@ -72,6 +73,8 @@ class HybridStrategy(StepHooks):
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
         _use_no_grad(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and self.engine.offload is not None:
+            overlap_unseen(trainer, self.engine.offload)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, SameLoggedKeys) for callback in callbacks):
             callbacks.insert(0, SameLoggedKeys())  # before any that reads what was logged

@@ -8,6 +8,7 @@ the ranks together see them.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lightning_par import HybridStrategy
 from lightning_par.engine import engine_of
+from lightning_par.offload import OffloadPolicy
 from lightning_par.pipeline_parallel import SCHEDULES
 from lightning_par.pipeline_parallel.standins import Placeholder
 from tests.dist.models import TinyGPT, token_data
@@ -129,7 +131,34 @@ PIPELINES = {
     ]
 }
 
-ALL = LAYOUTS | SERVERS | PIPELINES
+ON_DISK = OffloadPolicy(device="disk", path=tempfile.gettempdir())
+IN_PART = OffloadPolicy(fraction=0.5)
+PARAMETERS_IN_PART_ON_DISK = OffloadPolicy(device="disk", path=tempfile.gettempdir(), parameters=True, fraction=0.5)
+OFFLOADS = {
+    layout.name: layout
+    for layout in [
+        Layout("zero1x1 optimizer off", 1, {"zero_stage": 1, "offload": "optimizer"}),
+        Layout("zero2x1 on disk", 1, {"zero_stage": 2, "offload": ON_DISK}),
+        Layout("zero3x1 all off", 1, {"zero_stage": 3, "offload": "all"}),
+        Layout("zero1x2 optimizer off", 2, {"zero_stage": 1, "offload": "optimizer"}),
+        Layout("zero2x2 half off", 2, {"zero_stage": 2, "offload": IN_PART}),
+        Layout("zero3x2 on disk", 2, {"zero_stage": 3, "offload": ON_DISK}),
+        Layout("zero1x2 all off", 2, {"zero_stage": 1, "offload": "all"}),
+        Layout("zero2x2 all off", 2, {"zero_stage": 2, "offload": "all"}),
+        Layout("zero3x2 all on disk", 2, {"zero_stage": 3, "offload": PARAMETERS_IN_PART_ON_DISK}),
+        Layout("tp2 optimizer off", 2, {"zero_stage": 1, "tensor_parallel_size": 2, "offload": "optimizer"}),
+        Layout("zero3x2xtp2 all off", 4, {"zero_stage": 3, "tensor_parallel_size": 2, "offload": "all"}),
+    ]
+}
+OFFLOADED_PIPELINES = {
+    layout.name: layout
+    for layout in [
+        Layout("pp2 optimizer off", 2, {"zero_stage": 1, "pipeline_parallel_size": 2, "offload": "optimizer"}),
+        Layout("pp2xzero3x2 all off", 4, {"zero_stage": 3, "pipeline_parallel_size": 2, "offload": "all"}),
+    ]
+}
+
+ALL = LAYOUTS | SERVERS | PIPELINES | OFFLOADS | OFFLOADED_PIPELINES
 
 
 def layouts(*names: str) -> pytest.MarkDecorator:

@@ -10,6 +10,8 @@ import torch
 from tests.dist.parity import (
     ALL,
     LAYOUTS,
+    OFFLOADED_PIPELINES,
+    OFFLOADS,
     PIPELINES,
     SERVERS,
     Scenario,
@@ -41,6 +43,8 @@ CASES = [(name, scenario) for name in LAYOUTS for scenario in ON_EVERY_LAYOUT]
 CASES += [(name, scenario) for name in KINDS for scenario in ON_EVERY_KIND]
 CASES += [(name, scenario) for name in SERVERS for scenario in ON_EVERY_LAYOUT]
 CASES += [("ps2", scenario) for scenario in ON_EVERY_KIND]
+CASES += [(name, scenario) for name in OFFLOADS for scenario in ON_EVERY_LAYOUT]
+CASES += [(name, scenario) for name in ("zero2x2 half off", "zero3x2 all on disk") for scenario in ON_EVERY_KIND]
 BLOCKS = {"num_blocks": 4}
 TIED_IN_BLOCKS = Scenario("tied, clipped by norm, last batch smaller", {**BLOCKS, "tied": True}, CLIP, num_samples=44)
 ON_SOME_PIPELINES = [
@@ -48,7 +52,7 @@ ON_SOME_PIPELINES = [
     Scenario("frozen, unused parameters", {**BLOCKS, "frozen": True, "unused": True}),
 ]
 SOME_PIPELINES = ("pp2", "pp2 zbv", "pp2xdp2", "pp2xzero1x2", "pp2xzero3x2")
-CASES += [(name, TIED_IN_BLOCKS) for name in PIPELINES]
+CASES += [(name, TIED_IN_BLOCKS) for name in PIPELINES | OFFLOADED_PIPELINES]
 CASES += [(name, scenario) for name in SOME_PIPELINES for scenario in ON_SOME_PIPELINES]
 CASES += [("pp2", Scenario("bf16-mixed", BLOCKS, {"precision": "bf16-mixed"}, tolerance=5e-2))]
 
