@@ -159,7 +159,17 @@ class ParallelEngine:
         units = [unit for tree in self._trees for unit in tree.offloaded_units()]
         # A step that optimizes by itself looks at gradients, and a schedule puts them together at its end.
         can_take = not settings.steps_inside and self.layout.pp == 1
-        return ModelOffload(settings.offload, settings.tier, self.device, units, whole=self._whole, can_take=can_take)
+        # With parameters that a rank may leave out, the ranks agree on who used what after backward.
+        final = all(tree.used is None for tree in self._trees)
+        return ModelOffload(
+            settings.offload,
+            settings.tier,
+            self.device,
+            units,
+            whole=self._whole,
+            can_take=can_take,
+            final_in_backward=final,
+        )
 
     @property
     def trees(self) -> list[Tree]:

@@ -68,8 +68,9 @@ class ModelOffload:
         tier: The place.
         device: This rank's device.
         units: In the order in which a forward uses them.
-        whole: Parameters whose gradients are complete only after the last backward of a window.
+        whole: Parameters whose gradients are averaged only after the last backward of a window.
         can_take: Whether gradients may leave in a backward at all.
+        final_in_backward: Whether those that a backward makes are final.
     """
 
     def __init__(
@@ -81,12 +82,14 @@ class ModelOffload:
         *,
         whole: Sequence[Tensor],
         can_take: bool,
+        final_in_backward: bool = True,
     ) -> None:
         self._policy = policy
         self._tier = tier
         self._device = device
         self._units = units
         self._can_take = can_take and policy.overlap
+        self._final_in_backward = final_in_backward
         self._optimizers: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
         self._whole = {id(parameter) for parameter in whole}
         self._hooks: list[Any] = []
@@ -153,7 +156,8 @@ class ModelOffload:
         for optimizer in self._optimizers:
             optimizer.defers = defers and self._policy.overlap
             optimizer.takes_gradients = takes_gradients and self._can_take
-            optimizer.steps_in_backward = steps_in_backward and optimizer.takes_gradients
+            steps = steps_in_backward and self._final_in_backward
+            optimizer.steps_in_backward = steps and optimizer.takes_gradients
 
     def before_backward(self, is_first: bool, is_last: bool) -> None:
         """A backward begins.

@@ -152,12 +152,16 @@ class OffloadedOptimizer:
         if slot is None or not unit.steps_on_host:  # a step makes the slots
             unit.num_missing += len(self._units) + 1 if slot is None else 0
             return
-        slot.fetch_gradient(self._transfers, self._placement.pin)
-        parameter.grad = None
+        self._fetch(slot, keeps=False)
         self._run(slot.collect_gradient)
         unit.num_missing -= 1
         if is_last and self.steps_in_backward and unit.num_missing == 0:
             self._start(number)
+
+    def _fetch(self, slot: Slot, keeps: bool) -> None:
+        slot.fetch_gradient(self._transfers, self._placement.pin)
+        if not keeps:
+            slot.parameter.grad = None
 
     def drop_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Forget what backwards have made for these parameters."""
@@ -186,7 +190,7 @@ class OffloadedOptimizer:
         for number, unit in enumerate(self._units):
             if number not in this.stepped:
                 for slot in unit.slots.values():
-                    slot.fetch_gradient(self._transfers, self._placement.pin)
+                    self._fetch(slot, keeps=not (self.takes_gradients and unit.steps_on_host))
                 self._start(number)
         for number in range(len(self._units)):
             this.returned[number] = self._run(self._send_back, number, this)

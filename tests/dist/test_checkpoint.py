@@ -46,6 +46,9 @@ PAIRS = [
     ("tp4", "single"),
     ("ps4", "zero1x2"),
     ("tp2", "ps2+1"),
+    ("zero2x2 half off", "tp2"),
+    ("dp2", "zero3x2 all on disk"),
+    ("zero3x2xtp2 all off", "zero1x1 optimizer off"),
 ]
 
 
