@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-__all__ = ["Checkpointing", "check_checkpointing", "checkpoint_activations"]
+__all__ = ["COSTLY", "Checkpointing", "check_checkpointing", "checkpoint_activations"]
 
 Checkpointing: TypeAlias = bool | Literal["selective"]
 
-_COSTLY = {
+COSTLY = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -55,4 +55,4 @@ def checkpoint_activations(block: nn.Module, choice: Checkpointing) -> None:
 
 
 def _keep_costly(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in COSTLY else CheckpointPolicy.PREFER_RECOMPUTE

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from examples.gpt.corpus import Corpus, read_corpus, standard_library
@@ -96,6 +98,11 @@ class TextData(pl.LightningDataModule):
                 f"data.block_size={self.block_size} is longer than model.network.block_size={block_size}, "
                 "the longest sequence the network takes: set one to the other"
             )
+
+    def sample_batch(self) -> tuple[Tensor, Tensor]:
+        """A batch of the sizes that training has, for the planner; no text is read for it."""
+        tokens_BT = torch.zeros(self.batch_size, self.block_size, dtype=torch.long)
+        return tokens_BT, tokens_BT
 
     @property
     def record(self) -> dict[str, Any]:

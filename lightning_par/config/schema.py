@@ -250,8 +250,22 @@ class RunConfig:
     callbacks: Any = field(default_factory=dict)
 
 
+@dataclass
+class PlanConfig:
+    """The whole of ``conf/plan.yaml``."""
+
+    model: Any = MISSING
+    data: Any = MISSING
+    optimizer: Any = MISSING
+    cluster: Any = MISSING
+    precision: str | None = None
+    global_batch: int | None = None
+    json: str | None = None
+
+
 SCHEMAS: dict[str, type] = {
     "run": RunConfig,
+    "plan": PlanConfig,
     "strategy": StrategyConfig,
     "offload": OffloadConfig,
     "trainer": TrainerConfig,

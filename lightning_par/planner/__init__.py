@@ -8,6 +8,8 @@ and the reason why each other was not taken.
 
 from lightning_par.planner.choice import Candidate
 from lightning_par.planner.cluster import MEMORY_LINE, Cluster, Device, Disk, Host, Link
+from lightning_par.planner.memory import predict_memory, state_bytes
+from lightning_par.planner.model import OptimizerRule, PlannedModel, optimizer_rule
 from lightning_par.planner.plan import (
     Advice,
     Evaluation,
@@ -17,6 +19,10 @@ from lightning_par.planner.plan import (
     Rejection,
     StepTime,
 )
+from lightning_par.planner.planner import make_plan
+from lightning_par.planner.search import Workload
+from lightning_par.planner.time import predict_time
+from lightning_par.planner.zero_figure import zero_figure
 
 __all__ = [
     "MEMORY_LINE",
@@ -31,6 +37,15 @@ __all__ = [
     "MemoryBreakdown",
     "ModelSummary",
     "Plan",
+    "OptimizerRule",
+    "PlannedModel",
     "Rejection",
     "StepTime",
+    "Workload",
+    "make_plan",
+    "optimizer_rule",
+    "predict_memory",
+    "predict_time",
+    "state_bytes",
+    "zero_figure",
 ]

@@ -54,6 +54,11 @@ class Candidate:
             parts.append("DP")
         return "+".join(parts) or "plain"
 
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are gathered in their compute type."""
+        return self.zero_stage > 0 and (self.layout.data_parallel_size > 1 or self.offload == "all")
+
     def describe(self) -> str:
         """One line for people."""
         layout = self.layout

@@ -55,7 +55,7 @@ class Device:
         memory: Bytes.
         flops: Dense peak by data type (``fp32``, ``bf16``, ``fp16``), FLOP/s.
         memory_bandwidth: Bytes per second.
-        efficiency: Share of the peak that large matrix products reach.
+        efficiency: Share of both peaks that large products and copies reach.
         overhead: Seconds that launching one operator takes.
         reserved: Bytes that the driver, the runtime and communicators take before a model does.
         is_gpu: Whether offload moves anything: a CPU rank's memory is the host's.
@@ -89,6 +89,11 @@ class Device:
                 f"device.overhead={self.overhead} must not be negative, and device.reserved={self.reserved:.3g} must "
                 f"be less than device.memory={self.memory:.3g}."
             )
+
+    @property
+    def stream(self) -> float:
+        """Bytes per second that operators reach."""
+        return self.memory_bandwidth * self.efficiency
 
     def peak(self, dtype: str) -> float:
         """Dense peak of a data type, that of float32 where none is given."""

@@ -15,7 +15,7 @@ from lightning_par.tensor_parallel.layers import LocalForward, split_parameters
 from lightning_par.tensor_parallel.styles import STYLES, Style
 from lightning_par.ties import find_ties, restore_ties
 
-__all__ = ["apply_plan"]
+__all__ = ["apply_on_axis", "apply_plan"]
 
 
 def apply_plan(
@@ -43,8 +43,14 @@ def apply_plan(
         ValueError: if the mesh has several axes, or the plan was applied to a layer before.
     """
     axis = TensorAxis(mesh)
-    if axis.size == 1:
-        return
+    if axis.size > 1:
+        apply_on_axis(module, plan, axis, members)
+
+
+def apply_on_axis(
+    module: nn.Module, plan: Mapping[str, str], axis: TensorAxis, members: Collection[str] | None = None
+) -> None:
+    """As :func:`apply_plan`, on an axis that exists already, or on one that only counts what would be sent."""
     modules = dict(module.named_modules())
     now = set(modules if members is None else members)
     todo = {name: style for name, style in plan.items() if name in now}

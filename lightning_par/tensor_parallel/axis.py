@@ -14,8 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+# The name differs between torch releases.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class TensorAxis:
@@ -39,6 +43,21 @@ class TensorAxis:
         self.rank = mesh.get_local_rank()
         self.group = mesh.get_group()
 
+    def part(self, whole: nn.Parameter, dim: int | None) -> Tensor:
+        """This rank's slice of a whole parameter, all of it without a dim; nothing is sent."""
+        placement = Replicate() if dim is None else Shard(dim)
+        return distribute_tensor(whole, self.mesh, [placement], src_data_rank=None)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum a tensor over the ranks, in place."""
+        dist.all_reduce(tensor, group=self.group)
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """Every rank's tensor, one below the other."""
+        stacked = part.new_empty(self.size * part.shape[0], *part.shape[1:])
+        _all_gather(stacked, part, group=self.group)
+        return stacked
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorAxis:
         # A process group cannot be copied; a copied module talks on the same one.
         return self
@@ -53,20 +72,13 @@ def _identity(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
 
 def _all_reduce(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=axis.group)
+    axis.all_reduce(total)
     return total
-
-
-# The name differs between torch releases.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _gather(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     # The collective stacks along dim 0.
-    part = tensor.contiguous()
-    stacked = part.new_empty(axis.size * part.shape[0], *part.shape[1:])
-    _all_gather(stacked, part, group=axis.group)
-    return torch.cat(stacked.chunk(axis.size), dim)
+    return torch.cat(axis.all_gather(tensor.contiguous()).chunk(axis.size), dim)
 
 
 def _split(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:

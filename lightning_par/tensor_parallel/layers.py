@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_par.gradients import local
 from lightning_par.tensor_parallel import axis as exchange
@@ -31,10 +31,7 @@ def split_parameters(module: nn.Module, style: Style, axis: TensorAxis) -> None:
     for name, whole in module._parameters.items():
         if whole is None or isinstance(whole, DTensor):
             continue
-        dim = style.split_dim(name)
-        placement = Replicate() if dim is None else Shard(dim)
-        part = distribute_tensor(whole, axis.mesh, [placement], src_data_rank=None)
-        parameter = nn.Parameter(part, requires_grad=whole.requires_grad)
+        parameter = nn.Parameter(axis.part(whole, style.split_dim(name)), requires_grad=whole.requires_grad)
         # Marks that people and libraries leave on parameters ("no weight decay") stay on.
         parameter.__dict__.update(whole.__dict__)
         module._parameters[name] = parameter
