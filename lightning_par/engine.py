@@ -33,6 +33,7 @@ from lightning_par.materialize import check_can_materialize
 from lightning_par.model_state import count_parameters
 from lightning_par.offload import ModelOffload, OffloadPolicy, make_tier
 from lightning_par.restore import Footprint
+from lightning_par.step import Step
 from lightning_par.tensor_parallel import check_plan, check_replicated_gradients, resolve_plan
 from lightning_par.tree import Settings, StepModule, Tree, equalize
 
@@ -191,7 +192,7 @@ class ParallelEngine:
         self._footprint.remove()
         del vars(self.module)[_Link.NAME]
 
-    def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def run(self, method: Step, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the user's module through the wrappers."""
         (tree,) = self._trees
         with nullcontext() if self.offload is None else self.offload.forward():
@@ -201,6 +202,11 @@ class ParallelEngine:
     def root(self) -> nn.Module:
         """The outermost wrapper of the module."""
         return self._trees[0].root if len(self._trees) == 1 else self.module
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a step is being run."""
+        return any(tree.is_running for tree in self._trees)
 
     @property
     def gathers_in_forward(self) -> bool:

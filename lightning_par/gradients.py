@@ -87,15 +87,27 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0, scope: Norm
 
 @torch.no_grad()
 def clip_by_norm_(
-    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, scope: NormScope = NormScope()
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    scope: NormScope = NormScope(),
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale gradients in place so that their total norm is at most ``max_norm``.
 
     Returns:
         The total norm before clipping, as :func:`total_norm` gives it.
+
+    Raises:
+        RuntimeError: On every rank and with nothing scaled, if the norm is not a finite number and is asked to be.
     """
     parameters = list(parameters)
     norm = total_norm(parameters, norm_type, scope)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"The total gradient norm of order {norm_type} is {float(norm)}, so gradients can't be clipped by it. Look "
+            "for the step that made it, or scale by it nevertheless with error_if_nonfinite=False."
+        )
     # The same factor as torch.nn.utils.clip_grad_norm_, so that results equal one process.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grad in _local_grads(parameters):

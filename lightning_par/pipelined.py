@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_par.data_parallel import defer_reduction, reduce_now, set_last_micro_batch
 from lightning_par.engine import ParallelEngine
@@ -39,6 +39,7 @@ from lightning_par.pipeline_parallel.shared import Shared, SharedParameters
 from lightning_par.pipeline_parallel.split import block_costs, split_by_hand, split_evenly_by_cost
 from lightning_par.pipeline_parallel.trunk import find_trunk
 from lightning_par.random_state import share_random_state
+from lightning_par.step import Step, step_name
 from lightning_par.tree import Tree
 
 __all__ = ["Context", "PipelineOptions", "PipelinedEngine"]
@@ -140,6 +141,7 @@ class PipelinedEngine(ParallelEngine):
         self._shared.equalize()
         self.norm_scope = replace(self.norm_scope, group=self._group, counted_elsewhere=self._shared.owned_elsewhere())
         self._num_verified: dict[str, int] = {}
+        self._in_window = False
         self._error: Exception | None = None
         self._is_verifying = False
         share_random_state(self._group, self.device)
@@ -185,22 +187,25 @@ class PipelinedEngine(ParallelEngine):
         dist.broadcast_object_list(boxed, group_src=self._pipeline.last_rank, group=self._group, device=self.device)
         return boxed[0]
 
-    def train_batch(self, args: tuple[Any, ...], loss_scale: float, context: Context) -> list[Any]:
+    def train_batch(
+        self, args: tuple[Any, ...], loss_scale: float, context: Context, step: Step = "training_step"
+    ) -> list[Any]:
         """Forward and backward of a batch; :meth:`hand_over_gradients` then gives parameters their gradients.
 
         Args:
-            args: Arguments of ``training_step``, the batch first.
+            args: Arguments of the step, the batch first.
             loss_scale: Factor of the batch's loss before its backward.
             context: Entered around each forward of a stage.
+            step: What to run.
 
         Returns:
             What the step returned for each micro-batch, on the ranks with the last stage; else an empty list.
         """
-        calls = self._calls("training_step", args, {})
+        calls = self._calls(step, args, {})
         earlier = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        with self._steps("training_step", args[0], context):
+        with self._steps(step, args[0], context):
             outputs = self._pipeline.train(calls, self._shape_of(calls), loss_scale / len(calls))
         self._fresh = [parameter.grad for parameter in self._parameters]
         for parameter, gradient in zip(self._parameters, earlier, strict=True):
@@ -208,26 +213,78 @@ class PipelinedEngine(ParallelEngine):
         return outputs
 
     def evaluate_batch(
-        self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Context
+        self, method: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Context
     ) -> list[Any]:
         """Forward of a batch; arguments and result as in :meth:`train_batch`."""
         calls = self._calls(method, args, kwargs)
         with self._steps(method, args[0], context):
             return self._pipeline.evaluate(calls, self._shape_of(calls))
 
+    def take_gradients(self) -> list[Tensor | None]:
+        """The last batch's gradients, for :meth:`hand_over_gradients` at any later time."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
     @torch.no_grad()
-    def hand_over_gradients(self) -> None:
-        """Add the last batch's gradients to those the parameters have."""
-        for parameter, fresh in zip(self._parameters, self._fresh, strict=True):
-            if fresh is not None:
-                parameter.grad = fresh if parameter.grad is None else parameter.grad.add_(fresh)
-        self._fresh = []
+    def hand_over_gradients(self, gradients: Sequence[Tensor | None] | None = None, factor: float = 1.0) -> None:
+        """Add a batch's gradients to those the parameters have.
+
+        Args:
+            gradients: What :meth:`take_gradients` gave, ``None`` for the last batch's.
+            factor: By which they are multiplied first.
+        """
+        for parameter, fresh in zip(self._parameters, self._given(gradients), strict=True):
+            if fresh is None:
+                continue
+            if factor != 1.0:
+                fresh = fresh * factor
+            parameter.grad = fresh if parameter.grad is None else parameter.grad.add_(fresh)
+
+    def _given(self, gradients: Sequence[Tensor | None] | None) -> Sequence[Tensor | None]:
+        return self.take_gradients() if gradients is None else gradients
+
+    @property
+    def sums_window(self) -> bool:
+        """Whether the schedules of a window leave their gradients to its last, which reduces them all together."""
+        policy = self._settings.policy
+        waits = not policy.reduces_each_micro_batch or self.layout.dp_replicate > 1
+        return self._settings.composes_units and waits and not self.schedule.splits_backward
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether the present step is not the last of its accumulation window."""
+        return not self._is_last_micro_batch
+
+    def before_backward(self) -> None:
+        """Tell the engine that a backward begins."""
+        if not self._in_window:
+            self._in_window = True
+            self._shared.set_aside()
+        super().before_backward()
 
     def _finish_gradients(self) -> None:
         super()._finish_gradients()
         self._shared.sum_gradients()
+        self._in_window = False
 
-    def _calls(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Call]:
+    def share_from_last(self, make: Callable[[], Any]) -> Any:
+        """What ``make`` returns on the last stage, on every rank of the pipeline. A collective.
+
+        Raises:
+            Exception: On every rank, if it raises.
+        """
+        content: Any = None
+        if self.holds_last:
+            try:
+                content = _to(make(), torch.device("cpu"))
+            except Exception as error:  # the other ranks wait for what comes from here
+                content = error
+        content = self.from_last(content)
+        if isinstance(content, Exception):
+            raise content
+        return _to(content, self.device)
+
+    def _calls(self, method: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Call]:
         batch, *rest = args
         parts = split(batch, self._num_parts(self._divisible_size(batch_size_of(batch))))
         return [Call(method, (part, *rest), kwargs) for part in parts]
@@ -254,11 +311,12 @@ class PipelinedEngine(ParallelEngine):
     @staticmethod
     def _shape_of(calls: Sequence[Call]) -> Any:
         leaves = [leaf for leaf in tree_leaves(calls[0].args) if isinstance(leaf, Tensor)]
-        return calls[0].method, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+        return step_name(calls[0].method), tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
     @contextmanager
-    def _steps(self, method: str, batch: Any, context: Context) -> Iterator[None]:
+    def _steps(self, step: Step, batch: Any, context: Context) -> Iterator[None]:
         """Around a batch: one stream of random numbers for all stages, and a close look at the first batches."""
+        method = step_name(step)
         count = self._num_verified.get(method, 0)
         self._is_verifying = count < _VERIFIED_BATCHES
         self._num_verified[method] = count + 1
@@ -367,6 +425,10 @@ class _Steering(GradientSteering):
     def after_all(self) -> None:
         if self._engine.schedule.splits_backward:
             reduce_now(self._tree.root)
+
+
+def _to(content: Any, device: torch.device) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), content)
 
 
 def _nothing(hidden: tuple[Tensor, ...], is_last: bool, device: torch.device) -> Any:

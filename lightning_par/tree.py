@@ -38,6 +38,7 @@ from lightning_par.data_parallel import (
 from lightning_par.layout import ParallelLayout
 from lightning_par.materialize import materialize
 from lightning_par.offload import OffloadedUnit, OffloadPolicy, Tier, num_on_device
+from lightning_par.step import Step, run_step
 from lightning_par.tensor_parallel import apply_plan, explain_errors
 from lightning_par.ties import find_ties, restore_ties
 
@@ -106,7 +107,7 @@ class Settings:
 
 
 class StepModule(nn.Module):
-    """The root of everything that wraps: its forward calls one method of the user's module.
+    """The root of everything that wraps: its forward runs one step of the user's module.
 
     So wrappers see a step as an ordinary forward, whatever the step is called, and the user's module needs none.
 
@@ -118,9 +119,9 @@ class StepModule(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, *, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call ``module.<method>(*args, **kwargs)``."""
-        return getattr(self.module, method)(*args, **kwargs)
+    def forward(self, *, method: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one step of the module."""
+        return run_step(self.module, method, args, kwargs)
 
 
 class Tree:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_par.pipeline_parallel.link import GradientSteering, LinkedStage
 from lightning_par.pipeline_parallel.schedules import Schedule, check_num_microbatches
+from lightning_par.step import Step
 
 __all__ = ["Call", "Pipeline", "loss_of"]
 
@@ -21,9 +22,9 @@ _MAX_SHAPES = 64
 
 @dataclass(frozen=True)
 class Call:
-    """One micro-batch of a step: the method of the user's module and what it is called with."""
+    """One micro-batch of a step, and what it is called with."""
 
-    method: str
+    method: Step
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -227,7 +228,7 @@ def loss_of(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ValueError(
-            f"training_step returned {type(output).__name__}, but a pipeline needs the loss: a tensor of one element, "
+            f"The step returned {type(output).__name__}, but training needs the loss: a tensor of one element, "
             "or a dictionary with one under 'loss'. A step can't be skipped by returning None."
         )
     return loss

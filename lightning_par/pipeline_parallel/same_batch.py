@@ -53,8 +53,8 @@ def check_same_batch(batch: Any, groups: Sequence[dist.ProcessGroup], device: to
             "The batch differs between the ranks of one replica (its pipeline stages and tensor-parallel ranks), which "
             "must all load the same samples. Likely causes: random augmentation that is not seeded alike, an iterable "
             "dataset that is not seeded or that splits itself by global rank, a sampler made with the global rank. "
-            "Call seed_everything(seed, workers=True), and split data by data-parallel rank, as the sampler that the "
-            "Trainer adds does."
+            "Call seed_everything(seed, workers=True), and split data by data-parallel rank, as the sampler does that "
+            "the Trainer or fabric.setup_dataloaders adds."
         )
 
 

@@ -42,6 +42,7 @@ class SharedParameters:
         self._shared = shared
         self._group = group
         self._device = device
+        self._summed: dict[nn.Parameter, Tensor] = {}
 
     def owned_elsewhere(self) -> list[nn.Parameter]:
         """This rank's parameters that count on another rank, as in a norm over all."""
@@ -65,12 +66,25 @@ class SharedParameters:
                 dist.recv(received, group=self._group, group_src=owner)
                 value.copy_(received)
 
+    def set_aside(self) -> None:
+        """At the begin of a window: what stands here has been summed before, and must not be summed again."""
+        own = [one.parameter for one in self._shared if one.parameter is not None]
+        self._summed = {parameter: parameter.grad for parameter in own if parameter.grad is not None}
+        for parameter in self._summed:
+            parameter.grad = None
+
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Give every holder the sum of all holders' gradients. A collective of the group.
+        """Give every holder the sum of all holders' gradients, and add what was set aside. A collective of the group.
 
-        A parameter that no holder used keeps no gradient.
+        A parameter that no holder used keeps the gradient that it had, or none.
         """
+        self._sum_fresh()
+        for parameter, earlier in self._summed.items():
+            parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
+        self._summed = {}
+
+    def _sum_fresh(self) -> None:
         trained = [one for one in self._shared if one.parameter is None or one.parameter.requires_grad]
         if not trained:
             return

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_par.pipeline_parallel.passage import LeaveStage, Passage, find_hidden
 from lightning_par.pipeline_parallel.standins import adopt
 from lightning_par.pipeline_parallel.trunk import CannotSplitError, Trunk
+from lightning_par.step import Step, run_step, step_name
 
 __all__ = ["CannotSplitError", "StageModule"]
 
@@ -67,12 +68,12 @@ class StageModule(nn.Module):
         """Whether the stage holds the last block, and so runs on to the end of the step."""
         return self._blocks.stop == self._trunk.num_blocks
 
-    def forward(self, *hidden: Tensor, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the stage's part of ``module.<method>(*args, **kwargs)``.
+    def forward(self, *hidden: Tensor, method: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the stage's part of a step.
 
         Args:
             hidden: The hidden state that left the stage before; nothing on the first.
-            method: Name of the step.
+            method: The step.
             args: Its arguments.
             kwargs: Its arguments given by name.
 
@@ -96,11 +97,11 @@ class StageModule(nn.Module):
             for user, double in self._doubles if self._writes_back else ():
                 adopt(double, user)
 
-    def _run(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        passage = self._passage
+    def _run(self, step: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        passage, method = self._passage, step_name(step)
         with passage.step(method, self.module.training, self._own_blocks if self.verify else {}):
             try:
-                result = getattr(self.module, method)(*args, **kwargs)
+                result = run_step(self.module, step, args, kwargs)
             except LeaveStage:
                 return passage.hidden
             except Exception as error:

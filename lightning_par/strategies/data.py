@@ -85,7 +85,7 @@ def check_equal_lengths(loader: Any, group: dist.ProcessGroup) -> None:
     if len(set(lengths)) > 1:
         raise MisconfigurationException(
             f"The data-parallel ranks have different numbers of batches, {lengths}, so that some would wait for ever "
-            "for the others. Let the Trainer split the data (use_distributed_sampler=True, the default), or make your "
+            "for the others. Let Lightning split the data (use_distributed_sampler=True, the default), or make your "
             "own sampler give each rank the same number."
         )
 
@@ -93,9 +93,11 @@ def check_equal_lengths(loader: Any, group: dist.ProcessGroup) -> None:
 def seed_workers(loader: Any, data_parallel_rank: int) -> None:
     """Seed loader workers by data-parallel rank, so that ranks that share a batch draw the same augmentations.
 
-    Lightning would seed them by global rank; it leaves an existing function alone.
+    Lightning's Trainer would seed them by global rank, but leaves an existing function alone; Fabric has done so.
     """
-    if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(loader, "worker_init_fn", False) is None:
+    function = getattr(loader, "worker_init_fn", False)
+    is_lightnings = isinstance(function, partial) and function.func is pl_worker_init_function
+    if int(os.environ.get("PL_SEED_WORKERS", 0)) and (function is None or is_lightnings):
         loader.worker_init_fn = partial(pl_worker_init_function, rank=data_parallel_rank)
 
 

@@ -45,13 +45,16 @@ _child_size: tuple[int, int] | None = None
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Starts, finds again or replaces the ranks of this script for one Trainer.
+    """Starts, finds again or replaces the ranks of this script for one Trainer or Fabric.
 
     Args:
         cluster_environment: Says where rank 0 is, and whether something else has started the ranks.
         num_processes: Ranks on this machine.
         num_nodes: Machines; on each, the user starts the script once.
     """
+
+    children: Children | None = None
+    """The ranks that this process has started."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -70,7 +73,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         return self._run_as_parent(function, *args, **kwargs)
 
     def _run_as_parent(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        children = self._children_of_this_job()
+        children = self.children = self._children_of_this_job()
         self.procs = children.processes
         # Lightning sets the number of threads in the environment, where the next job would take it for the user's.
         with environment({**children.variables, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}):
@@ -139,9 +142,10 @@ def _next_port() -> int:
 def _check_size(before: tuple[int, int], wanted: tuple[int, int]) -> None:
     if wanted != before:
         raise MisconfigurationException(
-            f"This Trainer has devices={wanted[0]} and num_nodes={wanted[1]}, but the first one of this script had "
-            f"devices={before[0]} and num_nodes={before[1]}, and all run on the ranks that were started for it. Keep "
-            "both, in whatever layout, or give each number a job of its own: lightning_par.launch, or a Hydra multirun."
+            f"This Trainer or Fabric has devices={wanted[0]} and num_nodes={wanted[1]}, but the first one of this "
+            f"script had devices={before[0]} and num_nodes={before[1]}, and all run on the ranks that were started for "
+            "it. Keep both, in whatever layout, or give each number a job of its own: lightning_par.launch, or a Hydra "
+            "multirun."
         )
 
 
@@ -151,9 +155,9 @@ def _check_all_there(children: Children) -> None:
     if not children.given_up and (failure := children.failure()) is not None:
         raise failure
     raise MisconfigurationException(
-        "This Trainer needs the ranks that the first one of this script had, but some have ended. All ranks must run "
-        "the same Trainers in the same order: look for a Trainer inside a condition on the rank, or after an exception "
-        "that was caught."
+        "This Trainer or Fabric needs the ranks that the first one of this script had, but some have ended. All ranks "
+        "must run the same Trainers in the same order: look for a Trainer inside a condition on the rank, or after an "
+        "exception that was caught."
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_par.checkpoint.stages import (
@@ -13,9 +14,19 @@ from lightning_par.checkpoint.stages import (
     localize_optimizer_state,
     number_optimizer_state,
 )
+from lightning_par.engine import ParallelEngine
 from lightning_par.pipelined import PipelinedEngine
 
-__all__ = ["StagedCheckpoint"]
+__all__ = ["StagedCheckpoint", "names_of_parameters"]
+
+
+def names_of_parameters(engine: ParallelEngine) -> dict[nn.Parameter, str]:
+    """This rank's parameters, by their first names in the whole module, of which a stage may lack the first place."""
+    engine.release()
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    if isinstance(engine, PipelinedEngine):
+        return {parameter: engine.first_name_of[name] for parameter, name in names.items()}
+    return names
 
 
 class StagedCheckpoint:
@@ -79,8 +90,7 @@ class StagedCheckpoint:
 
     def local_names(self, optimizer: Optimizer) -> list[list[str]]:
         """Parameter names of each group of this rank's optimizer."""
-        first = self._engine.first_name_of
-        names = {parameter: first[name] for name, parameter in self._engine.module.named_parameters()}
+        names = names_of_parameters(self._engine)
         return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
     @property

@@ -11,8 +11,6 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from lightning_par.pipeline_parallel.microbatches import merge
 from lightning_par.pipelined import PipelinedEngine
@@ -69,18 +67,9 @@ class PipelineSteps:
             vars(self._module)["forward"] = self._forward_outside
 
     def _share(self, outputs: list[Any], recorder: LogRecorder) -> Any:
-        content: Any = None
-        if self._engine.holds_last:
-            try:
-                content = _to(merge(outputs), torch.device("cpu")), recorder.take()
-            except Exception as error:  # the other ranks wait for what comes from here
-                content = error
-        content = self._engine.from_last(content)
-        if isinstance(content, Exception):
-            raise content
-        merged, entries = content
+        merged, entries = self._engine.share_from_last(lambda: (merge(outputs), recorder.take()))
         replay(self._module, entries)
-        return _to(merged, self._engine.device)
+        return merged
 
 
 @contextmanager
@@ -106,7 +95,3 @@ def refuse_under_a_pipeline(module: LightningModule) -> None:
             f"{type(module).__name__} overrides backward(), but under a pipeline the schedule runs backwards. Remove "
             "the override, or use pipeline_parallel_size=1."
         )
-
-
-def _to(content: Any, device: torch.device) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), content)

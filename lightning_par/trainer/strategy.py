@@ -154,6 +154,10 @@ class HybridStrategy(StepHooks):
     def on_predict_end(self) -> None:
         self.engine.release()
 
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        return f"<{name} for the Trainer; Fabric takes lightning_par.fabric.{name}>"
+
     # The way out
 
     @override

@@ -251,17 +251,25 @@ class Recorder(Callback):
             self.outcome.clip_norms.append(None if norm is None else float(norm))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TinyGPT, optimizer: Optimizer) -> None:
-        _check_tie(pl_module)
+        self.see_gradients(pl_module, optimizer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: TinyGPT) -> None:
+        self.see_end(pl_module, trainer.optimizers[0])
+
+    def see_gradients(self, module: TinyGPT, optimizer: Optimizer) -> None:
+        """Record gradients and learning rates before a step of the optimizer."""
+        _check_tie(module)
         # Now, because a module may show gathered parameters at other times than its optimizer's.
-        self._names = {parameter: name for name, parameter in named_parameters(pl_module)}
+        self._names = {parameter: name for name, parameter in named_parameters(module)}
         gradients = {name: parameter.grad for parameter, name in self._names.items()}
         self.outcome.gradients.append(pieces({k: v for k, v in gradients.items() if v is not None}))
         self.outcome.learning_rates.append([group["lr"] for group in optimizer.param_groups])
 
-    def on_train_end(self, trainer: Trainer, pl_module: TinyGPT) -> None:
-        _check_tie(pl_module)
-        self.outcome.weights = pieces(named_parameters(pl_module))
-        for parameter, state in trainer.optimizers[0].state.items():
+    def see_end(self, module: TinyGPT, optimizer: Optimizer) -> None:
+        """Record weights and moments at the end."""
+        _check_tie(module)
+        self.outcome.weights = pieces(named_parameters(module))
+        for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 self.outcome.moments[f"{self._names[parameter]}.{key}"] = piece(value)
 

@@ -68,7 +68,7 @@ def test_trainers_of_one_script_share_its_ranks(tmp_path: Path) -> None:
     for rank in (0, 1):  # the same processes all along
         assert len({left[f"{name}-{rank}"][1] for name in ("dp2-fit", "dp2-test", "zero2-fit")}) == 1
     assert (
-        output.count("refused: This Trainer has devices=1 and num_nodes=1, but the first one of this script had") == 2
+        output.count("refused: This Trainer or Fabric has devices=1 and num_nodes=1, but the first one of this script") == 2
     )
 
 
