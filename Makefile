@@ -22,7 +22,7 @@ lint: $(READY) ## Lint, format check, types, spelling
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/codespell lightning_par examples conf tests README.md CHANGELOG.md
+	$(VENV)/bin/codespell lightning_par examples conf tests benchmarks README.md CHANGELOG.md
 
 clean: ## Remove the environment
 	rm -rf $(VENV)

@@ -70,6 +70,7 @@ class _State:
     group_store: dist.Store | None = None
     group: weakref.ref[Any] | None = None
     coordinates: dict[str, int] = field(default_factory=dict)
+    role: str | None = None
 
 
 _STATE = _State()
@@ -133,7 +134,7 @@ def destroy_process_group() -> None:
         dist.destroy_process_group()
         forget_meshes()
     _STATE.members = _STATE.group_store = _STATE.group = None
-    _STATE.coordinates = {}
+    _STATE.coordinates, _STATE.role = {}, None
 
 
 def shared_store(address: str, port: int, *, rank: int) -> dist.Store:
@@ -164,19 +165,22 @@ def shared_store(address: str, port: int, *, rank: int) -> dist.Store:
     return store
 
 
-def set_mesh_coordinates(coordinates: Mapping[str, int]) -> None:
+def set_mesh_coordinates(coordinates: Mapping[str, int], role: str | None = None) -> None:
     """Remember where on the mesh this rank stands, for the messages of :func:`rank_label`.
 
     Args:
         coordinates: Mesh axis -> index of this rank along it.
+        role: What this rank is to the others, if they are not all alike.
     """
     _STATE.coordinates = dict(coordinates)
+    _STATE.role = role
 
 
 def rank_label() -> str:
     """This rank in words, such as ``"rank 3 of 4 (dp_shard=1, tp=1)"``."""
     rank, world_size = _rank_and_world_size()
-    place = ", ".join(f"{axis}={index}" for axis, index in _STATE.coordinates.items())
+    words = [f"{axis}={index}" for axis, index in _STATE.coordinates.items()]
+    place = ", ".join(words if _STATE.role is None else [_STATE.role, *words])
     return f"rank {rank} of {world_size}" + (f" ({place})" if place else "")
 
 

@@ -222,9 +222,16 @@ class OnMesh(LightningStrategy):
         reset_seed()
         self.set_world_ranks()
         self._connect_processes()
-        set_mesh_coordinates(self.coordinates)
+        set_mesh_coordinates(self.coordinates, self._role)
         if self._mesh is None:
             self._mesh = self.layout.build_mesh(self.root_device.type, self._timeout)
+
+    @property
+    def _role(self) -> str | None:
+        """What this rank is to the others, if they are not all alike."""
+        if self._parameter_server is None:
+            return None
+        return "parameter server" if self.data_parallel_rank == self._parameter_server.rank else "worker"
 
     def _connect_processes(self) -> None:
         assert self.cluster_environment is not None

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_par.communication import CommunicationCounter
+from lightning_par.process_group import rank_label
 from tests.dist.models import TinyGPT, token_data
 from tests.dist.parity import ALL, BATCH, SINGLE, Layout, Recorder, differences, layouts, report, tensors, train_loader
 from tests.dist.ranks import OneProcess, RankError, Ranks
@@ -177,3 +178,26 @@ def test_an_error_of_a_worker_reaches_a_server_without_data(ranks: Ranks) -> Non
     with pytest.raises(RankError, match="the worker's own words") as caught:
         ranks(2, fails_on_the_worker, layout)
     assert {failure.rank for failure in caught.value.failures if not failure.is_secondary} == {0, 1}
+
+
+class LosesARank(TinyGPT):
+    """One rank fails in its second step."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1 and self.global_rank == self._rank:
+            raise ValueError(f"lost: {rank_label()}")
+        return super().training_step(batch, batch_idx)
+
+
+def lose(layout: Layout, rank: int) -> None:
+    layout.trainer(max_epochs=1).fit(LosesARank(rank), DataLoader(token_data(32), 4))
+
+
+@pytest.mark.parametrize(("rank", "role"), [(0, "parameter server"), (1, "worker")])
+def test_a_lost_rank_ends_the_job_with_its_role(ranks: Ranks, rank: int, role: str) -> None:
+    with pytest.raises(RankError, match=rf"lost: rank {rank} of 2 \({role}, "):
+        ranks(2, lose, ALL["ps2"], rank)
