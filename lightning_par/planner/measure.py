@@ -6,10 +6,12 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +81,9 @@ def measure_links(groups: Mapping[str, Any], device: torch.device) -> dict[str, 
         if size == 1:
             continue
         small, large = torch.zeros(1, device=device), torch.zeros(_LARGE // 4, device=device)
-        short = _best(lambda small=small, group=group: dist.all_reduce(small, group=group), device)  # type: ignore[misc]
-        long = _best(lambda large=large, group=group: dist.all_reduce(large, group=group), device)  # type: ignore[misc]
+        # The usual time, not the shortest: in a step, ranks wait for the last of them.
+        short = statistics.median(_times(partial(dist.all_reduce, small, group=group), device, tries=20))
+        long = statistics.median(_times(partial(dist.all_reduce, large, group=group), device, tries=5))
         figures = torch.tensor([short, long], dtype=torch.float64, device=device)
         dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=group)  # the same on all its ranks
         short, long = figures.tolist()
@@ -167,8 +170,13 @@ def _overhead(device: torch.device) -> float:
     return _best(many, device) / 200
 
 
-def _best(call: Callable[[], Any], device: torch.device, tries: int = 4) -> float:
-    """The shortest of a few times, after one that warms up."""
+def _best(call: Callable[[], Any], device: torch.device) -> float:
+    """The shortest of a few times."""
+    return min(_times(call, device, tries=4))
+
+
+def _times(call: Callable[[], Any], device: torch.device, tries: int) -> list[float]:
+    """A few times, after one that warms up."""
     times = []
     for number in range(tries + 1):
         if device.type == "cuda":
@@ -178,8 +186,8 @@ def _best(call: Callable[[], Any], device: torch.device, tries: int = 4) -> floa
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if number:
-            times.append(time.perf_counter() - start)
-    return max(min(times), 1e-9)
+            times.append(max(time.perf_counter() - start, 1e-9))
+    return times
 
 
 def _disk() -> Disk | None:

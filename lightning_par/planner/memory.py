@@ -169,7 +169,7 @@ def _moments(
     samples = candidate.micro_batch_size
     sections = list(held.sections())
     kept = [_kept(section, candidate, samples) * count for section, count in sections]
-    received = _hidden(held, candidate) if held.before is None else 0.0
+    received = _hidden(held, candidate) * (held.trees - (held.before is not None))
     waiting = (in_flight(candidate, held.rank) - 1) * (sum(kept) + received)
     alive = waiting + sum(kept) + received
     whole = _gradients(held, sharding)

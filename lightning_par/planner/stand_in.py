@@ -106,6 +106,7 @@ class _Skip(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         ctx.size, ctx.dtype = tuple(tensor.shape), tensor.dtype
+        ctx.save_for_backward(tensor)  # as a block would
         return tensor.new_empty(size, dtype=dtype)
 
     @staticmethod
@@ -124,6 +125,8 @@ def skip_like(block: nn.Module, output_of: Callable[[], Any], on_entry: Callable
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         on_entry()
+        if output_of() is None:
+            raise ValueError("a block is called before the first one of its kind")
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         source = next((t for t in tensors if t.requires_grad), None)
         leaves, spec = tree_flatten(output_of())

@@ -22,6 +22,9 @@ __all__ = ["predict_time"]
 
 _OVERLAP = 0.9
 """Share of computation that collectives of an accelerator hide behind; they share its units for the rest."""
+_UNIT_OPERATORS = 150
+"""What the hooks of a unit take in one pass, in launches of an operator: gathering, copying and reducing are some fifty
+operators and as much Python again (counted on ``fully_shard`` of torch 2.13)."""
 _MESSAGES_EXPOSED = 0.5
 """Share of a pipeline's messages between two computations that nothing hides."""
 
@@ -83,8 +86,9 @@ def _pass(model: PlannedModel, cluster: Cluster, candidate: Candidate, held: Hel
     forward = backward = recompute = tensor = tensor_bytes = 0.0
     for section, count in held.sections():
         again = _again(section, candidate)
-        forward += count * _seconds(model, cluster, section.forward, samples)
-        backward += count * _seconds(model, cluster, section.backward, samples)
+        hooks = _UNIT_OPERATORS * len(section.units) if candidate.gathers else 0
+        forward += count * _seconds(model, cluster, section.forward, samples, hooks)
+        backward += count * _seconds(model, cluster, section.backward, samples, hooks)
         recompute += count * _recompute(model, cluster, section, candidate)
         moved = section.forward.tensor_bytes.at(samples) * (1 + again) + section.backward.tensor_bytes.at(samples)
         calls = section.forward.tensor_calls * (1 + again) + section.backward.tensor_calls
@@ -107,12 +111,12 @@ def _recompute(model: PlannedModel, cluster: Cluster, section: Section, candidat
     return _seconds(model, cluster, section.forward, samples)
 
 
-def _seconds(model: PlannedModel, cluster: Cluster, work: Work, samples: int) -> float:
+def _seconds(model: PlannedModel, cluster: Cluster, work: Work, samples: int, hooks: int = 0) -> float:
     device = cluster.device
     rate, stream = device.peak(model.precision.peak) * device.efficiency, device.stream
     products = max(work.flops.at(samples) / rate, work.product_bytes.at(samples) / stream)
     busy = products + work.other_bytes.at(samples) / stream
-    launch = work.operators * device.overhead
+    launch = (work.operators + hooks) * device.overhead
     return max(busy, launch) if device.is_gpu else busy + launch
 
 

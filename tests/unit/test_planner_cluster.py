@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from lightning_par.planner import Cluster
-from tests.unit.configuration import CONF, options
+from tests.planner_models import preset
+from tests.unit.configuration import options
 
 PRESETS = [name for name in options("cluster") if name != "this"]
-
-
-def preset(name: str, *overrides: str) -> dict[str, Any]:
-    """A shipped configuration as plain containers."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose(overrides=[f"+cluster={name}", *overrides])
-    plain = OmegaConf.to_container(config.cluster, throw_on_missing=True)
-    assert isinstance(plain, dict)
-    return plain
 
 
 @pytest.mark.parametrize("name", PRESETS)

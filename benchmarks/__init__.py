@@ -1,0 +1,1 @@
+"""Measurements that take minutes; run from the root of a clone."""
