@@ -35,6 +35,7 @@ from omegaconf import MISSING
 __all__ = [
     "SCHEMAS",
     "AdamWConfig",
+    "AutoConfig",
     "ClusterConfig",
     "LaunchConfig",
     "OffloadConfig",
@@ -94,6 +95,18 @@ class OffloadConfig:
     overlap: bool = True
     fraction: float = 1.0
     parameters: bool = False
+
+
+@dataclass
+class AutoConfig:
+    """Arguments of :class:`lightning_par.AutoStrategy`."""
+
+    _target_: str = "lightning_par.AutoStrategy"
+    _convert_: str = "all"
+    tensor_parallel_plan: Any = None
+    find_unused_parameters: bool = True
+    process_group_backend: str | None = None
+    timeout: Seconds = field(default_factory=Seconds)
 
 
 @dataclass
@@ -267,6 +280,7 @@ SCHEMAS: dict[str, type] = {
     "run": RunConfig,
     "plan": PlanConfig,
     "strategy": StrategyConfig,
+    "auto": AutoConfig,
     "offload": OffloadConfig,
     "trainer": TrainerConfig,
     "launch": LaunchConfig,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_par.pipeline_parallel.microbatches import batch_size_of, open_container
 
-__all__ = ["bytes_per_sample", "count_tokens", "fake_batch"]
+__all__ = ["bytes_per_sample", "count_samples", "count_tokens", "fake_batch"]
 
 
 def fake_batch(batch: Any, samples: int, device: str) -> Any:
@@ -52,6 +52,11 @@ def count_tokens(batch: Any) -> int:
         if is_ids and tensor.ndim == 2 and tensor.shape[0] == size:
             return max(1, int(tensor.shape[1]))
     return 1
+
+
+def count_samples(batch: Any) -> int:
+    """Samples in a batch."""
+    return batch_size_of(batch)
 
 
 def bytes_per_sample(batch: Any) -> int:

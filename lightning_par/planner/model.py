@@ -67,6 +67,7 @@ class PlannedModel:
         tensor_parallel_plan: As the strategy's argument.
         step: What a step is; Lightning's ``training_step`` by default.
         tokens_per_sample: Tokens of a sample, ``None`` to read it off the batch (1 without one).
+        no_pipeline: Why it can't run under a pipeline, if its trainer knows a reason.
         name: What to call the model, its class's name by default.
 
     Raises:
@@ -83,6 +84,7 @@ class PlannedModel:
         tensor_parallel_plan: Mapping[str, str] | None = None,
         step: Step = training_step,
         tokens_per_sample: int | None = None,
+        no_pipeline: str = "",
         name: str = "",
     ) -> None:
         if precision not in PRECISIONS:
@@ -97,6 +99,7 @@ class PlannedModel:
         self.tokens_per_sample = tokens_per_sample or (1 if batch is None else count_tokens(batch))
         self._plan = tensor_parallel_plan
         self._step = step
+        self._no_pipeline = no_pipeline
         self._profiles: dict[tuple[int, bool], Profile] = {}
         self._plans: dict[int, dict[str, str]] = {1: {}}
         self.num_parameters = count_parameters(module.parameters())
@@ -113,6 +116,7 @@ class PlannedModel:
             tensor_parallel_plan=self._plan,
             step=self._step,
             tokens_per_sample=self.tokens_per_sample,
+            no_pipeline=self._no_pipeline,
             name=self.name,
         )
 
@@ -171,6 +175,8 @@ class PlannedModel:
 
     def refuses_pipeline(self) -> str:
         """Why there can be no pipeline; empty if there can."""
+        if self._no_pipeline:
+            return self._no_pipeline
         if self.trunk is None:
             return self._no_trunk
         if not getattr(self.module, "automatic_optimization", True):
