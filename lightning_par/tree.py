@@ -7,6 +7,7 @@ axes. Units come inner before outer, so no rank ever holds more than its share a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -146,6 +147,7 @@ class Tree:
         self._on_host = self._choose_on_host()
         for unit in units:
             self._prepare(unit)
+        self._replicated: list[nn.Parameter] = []
         self._wrap_root(units[-1])
         self.used = self._watch_use(units) if settings.find_unused_parameters else None
 
@@ -154,7 +156,7 @@ class Tree:
         self.is_running = True
         try:
             # Evaluation needs no gradients reduced, and ranks may make different numbers of steps in it.
-            root = self.root if torch.is_grad_enabled() else self.step_module
+            root = self._trained_root() if torch.is_grad_enabled() else self.step_module
             with explain_errors():
                 return root(*args, **kwargs)
         finally:
@@ -162,7 +164,7 @@ class Tree:
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Context of a micro-batch that is not the last of its accumulation window."""
-        return defer_gradient_sync(self.root, self._settings.policy)
+        return defer_gradient_sync(self._trained_root(), self._settings.policy)
 
     def release(self) -> None:
         """Free gathered copies of parameters, so that the module shows its shards."""
@@ -194,13 +196,24 @@ class Tree:
         if not settings.wraps:
             return
         if not settings.composes_units:
-            self.root = wrap_whole(self.step_module, settings.mesh, settings.find_unused_parameters)
+            self._trained_root()
             return
         # The root sees the user's batch as it is: targets keep their precision.
         self._apply_data_axis(self.step_module, unit, casts_inputs=False)
         make_root(self.step_module)
         for _, member in unit.members:
             member.register_forward_pre_hook(self._before_member)
+
+    def _trained_root(self) -> nn.Module:
+        """The root, whose wrapper for whole replication knows only what is trained when it is made."""
+        settings = self._settings
+        if settings.wraps and not settings.composes_units:
+            trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+            if len(trained) != len(self._replicated) or any(map(operator.is_not, trained, self._replicated)):
+                self.root = self.step_module  # the old wrapper takes its hooks along
+                self.root = wrap_whole(self.step_module, settings.mesh, settings.find_unused_parameters)
+                self._replicated = trained
+        return self.root
 
     def _watch_use(self, units: list[Unit]) -> UsedParameters | None:
         settings = self._settings

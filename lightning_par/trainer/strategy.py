@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 from typing_extensions import override
 
 from lightning_par.engine import engine_of
@@ -101,7 +102,6 @@ class HybridStrategy(StepHooks):
             self._engine = self.make_engine(module, self.precision_plugin, not module.automatic_optimization)
             if isinstance(self._engine, PipelinedEngine):
                 self._pipeline_steps = PipelineSteps(self._engine, module, self.precision_plugin.forward_context)
-        self.model = self._engine.root
 
     def _connect_metrics(self) -> None:
         """Count every sample once, and mirror what counts elsewhere."""
@@ -124,6 +124,16 @@ class HybridStrategy(StepHooks):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self.connect_optimizer(optimizer, self.engine)
+
+    @property
+    @override
+    def model(self) -> nn.Module | None:
+        # Asked for anew each time: thawed parameters are wrapped anew, and nothing may keep the old wrapper.
+        return self.lightning_module if self._engine is None else self._engine.root
+
+    @model.setter
+    def model(self, new_model: nn.Module | None) -> None:
+        pass
 
     @override
     def model_to_device(self) -> None:

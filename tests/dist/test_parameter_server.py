@@ -105,8 +105,9 @@ def thawed(layout: Layout) -> Any:
     return recorder.outcome
 
 
-def test_what_is_thawed_later_is_sent_too(ranks: Ranks, one_process: OneProcess) -> None:
-    whole = tensors(ranks(2, thawed, ALL["ps2"]))
+@pytest.mark.parametrize("name", ["dp2", "ps2", "zero1x2", "zero3x2", "tp2", "dp2xtp2", "zero2x2 half off"])
+def test_what_is_thawed_later_is_trained_on_all_ranks(ranks: Ranks, one_process: OneProcess, name: str) -> None:
+    whole = tensors(ranks(ALL[name].world_size, thawed, ALL[name]))
     found = differences(whole, tensors([one_process(thawed)]), 1e-5)
     assert not found, report(found)
 
