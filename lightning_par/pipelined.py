@@ -39,7 +39,7 @@ from lightning_par.pipeline_parallel.shared import Shared, SharedParameters
 from lightning_par.pipeline_parallel.split import block_costs, split_by_hand, split_evenly_by_cost
 from lightning_par.pipeline_parallel.trunk import find_trunk
 from lightning_par.random_state import share_random_state
-from lightning_par.step import Step, step_name
+from lightning_par.step import Step, step_key
 from lightning_par.tree import Tree
 
 __all__ = ["Context", "PipelineOptions", "PipelinedEngine"]
@@ -140,7 +140,7 @@ class PipelinedEngine(ParallelEngine):
         self._shared = SharedParameters(holders, self._group, self.device)
         self._shared.equalize()
         self.norm_scope = replace(self.norm_scope, group=self._group, counted_elsewhere=self._shared.owned_elsewhere())
-        self._num_verified: dict[str, int] = {}
+        self._num_verified: dict[object, int] = {}
         self._in_window = False
         self._error: Exception | None = None
         self._is_verifying = False
@@ -311,15 +311,15 @@ class PipelinedEngine(ParallelEngine):
     @staticmethod
     def _shape_of(calls: Sequence[Call]) -> Any:
         leaves = [leaf for leaf in tree_leaves(calls[0].args) if isinstance(leaf, Tensor)]
-        return step_name(calls[0].method), tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+        return step_key(calls[0].method), tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
     @contextmanager
     def _steps(self, step: Step, batch: Any, context: Context) -> Iterator[None]:
         """Around a batch: one stream of random numbers for all stages, and a close look at the first batches."""
-        method = step_name(step)
-        count = self._num_verified.get(method, 0)
+        key = step_key(step)
+        count = self._num_verified.get(key, 0)
         self._is_verifying = count < _VERIFIED_BATCHES
-        self._num_verified[method] = count + 1
+        self._num_verified[key] = count + 1
         self._error = None
         self._context = context
         self._batch_seed = self._seeds.getrandbits(62)
@@ -359,6 +359,8 @@ class PipelinedEngine(ParallelEngine):
             gathered: list[Any] = [None] * group.size()
             dist.all_gather_object(gathered, found, group=group)
             found = [error for errors in gathered for error in errors if error is not None]
+        if found:
+            self._pipeline.forget_shapes()
         if self._error is not None:
             raise self._error
         if found:

@@ -86,21 +86,29 @@ class GPTModule(pl.LightningModule):
         return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Decay the matrices, leave norms and biases alone; warm up, then follow a cosine."""
+        """An optimizer and a schedule by step."""
+        optimizer, schedule = self.make_optimizer(self.trainer.estimated_stepping_batches)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+    def make_optimizer(self, num_steps: float) -> tuple[Optimizer, LambdaLR]:
+        """Decay the matrices, leave norms and biases alone; warm up, then follow a cosine.
+
+        Args:
+            num_steps: optimizer steps of the run.
+        """
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         matrices = [parameter for parameter in trained if parameter.dim() >= 2]
         vectors = [parameter for parameter in trained if parameter.dim() < 2]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         optimizer = self.optimizer([group for group in groups if group["params"]])
-        num_steps = self.trainer.estimated_stepping_batches
 
         def factor(step: int) -> float:
             return warmup_cosine(step, self.warmup_steps, num_steps, self.min_lr_fraction)
 
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"},
-        }
+        return optimizer, LambdaLR(optimizer, factor)
 
     @torch.no_grad()  # not inference_mode: its tensors cannot enter sharded parameters' bookkeeping
     def generate(

@@ -107,6 +107,11 @@ class Pipeline:
         self._run_all_forwards(self._links_for(shape, len(calls), backward=False))
         return self._finish()
 
+    def forget_shapes(self) -> None:
+        """After a batch that failed: what is known of its hidden states may be wrong."""
+        self._links.clear()
+        self._runners.clear()
+
     def _begin(self, calls: Sequence[Call]) -> None:
         self._calls = calls
         self._outputs = {}
