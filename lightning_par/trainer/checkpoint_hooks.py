@@ -35,7 +35,7 @@ def optimizer_order(trainer: Trainer, module: LightningModule) -> OptimizerOrder
 class CheckpointHooks(MeshStrategy):
     """Gathers full state on saving and cuts it up on loading."""
 
-    _optimizer_order: OptimizerOrder = []
+    _optimizer_order: OptimizerOrder | None = None
 
     @property
     @override
@@ -58,9 +58,9 @@ class CheckpointHooks(MeshStrategy):
 
     @override
     def optimizer_names(self, optimizer: Optimizer) -> list[list[str]]:
-        return next(
-            names for known, names in zip(self.optimizers, self._optimizer_order, strict=True) if known is optimizer
-        )
+        assert self._optimizer_order is not None
+        pairs = zip(self.optimizers, self._optimizer_order, strict=True)
+        return next(names for known, names in pairs if known is optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:

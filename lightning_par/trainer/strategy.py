@@ -94,11 +94,17 @@ class HybridStrategy(StepHooks):
         """Parallelise the module, or keep what an earlier fit, validate, test or predict has made of it."""
         module = self.lightning_module
         assert module is not None
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if self._engine is not None and self.layout.pp > 1 and fits and self._optimizer_order is None:
+            # Only a whole module tells how one process numbers what its optimizers hold.
+            self._engine.remove()
+            self._engine = None
         if self._engine is None or not self._engine.still_holds(module, self.mesh):
             self.precision_plugin.convert_module(module)  # in place
+            self._optimizer_order = None
             if self.layout.pp > 1:
                 refuse_under_a_pipeline(module)
-                self._optimizer_order = optimizer_order(trainer, module)
+                self._optimizer_order = optimizer_order(trainer, module) if fits else None
             self._engine = self.make_engine(module, self.precision_plugin, not module.automatic_optimization)
             if isinstance(self._engine, PipelinedEngine):
                 self._pipeline_steps = PipelineSteps(self._engine, module, self.precision_plugin.forward_context)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_par.communication import CommunicationCounter
 from tests.dist.models import BLOCK, VOCABULARY, WIDTH, Block, TinyGPT, token_data
@@ -426,3 +427,39 @@ def test_compiled_blocks(ranks: Ranks, layout: Layout, kind: str) -> None:
     (expected,) = ranks(1, fit_compiled, SINGLE, "plain")
     actual = ranks(2, fit_compiled, layout, kind)[0]
     check_equal({name.replace("_orig_mod.", ""): value for name, value in actual.items()}, expected)
+
+
+class PlansItsSteps(TinyGPT):
+    """Asks for the number of steps, which only a fit has, where optimizers are made."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=NUM_BLOCKS)
+
+    def configure_optimizers(self) -> Any:
+        steps = int(self.trainer.estimated_stepping_batches)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (steps + 1))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def validate_then_fit(layout: Layout, path: str) -> list[float]:
+    """Losses in validation before and after a fit, and after one that goes on from its checkpoint."""
+    torch.manual_seed(0)
+    module, data = PlansItsSteps(), token_data(2 * BATCH)
+    losses = []
+    for epochs, resume_from in ((1, None), (2, path)):
+        trainer = layout.trainer(max_epochs=epochs)
+        val_data = DataLoader(token_data(BATCH, seed=1), BATCH // layout.data_parallel_size)
+        losses.append(trainer.validate(module, val_data, verbose=False)[0]["val_loss"])
+        trainer.fit(module, train_loader(layout, data, BATCH), ckpt_path=resume_from)
+        if resume_from is None:
+            trainer.save_checkpoint(path)
+    losses.append(trainer.validate(module, val_data, verbose=False)[0]["val_loss"])
+    return losses
+
+
+def test_validation_before_a_fit_asks_for_no_optimizer(ranks: Ranks, tmp_path: Path) -> None:
+    (expected,) = ranks(1, validate_then_fit, SINGLE, str(tmp_path / "single.ckpt"))
+    for layout in (PP2, PP2_ZERO3):
+        found = ranks(layout.world_size, validate_then_fit, layout, str(tmp_path / f"{layout.world_size}.ckpt"))
+        assert found == [pytest.approx(expected, rel=1e-5)] * layout.world_size
