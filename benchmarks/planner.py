@@ -11,7 +11,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +198,9 @@ def _planned(size: str) -> PlannedModel:
 
 
 def _cluster(world: int, links: dict[str, Link]) -> Cluster:
-    cluster = measure_cluster(devices_per_node=world, accelerator="cpu")
-    return Cluster(**{**vars(cluster), "links_by_axis": links})
+    # A rank alone has as many threads as one of two: what the warm processes are started with.
+    cluster = measure_cluster(devices_per_node=max(2, world), accelerator="cpu")
+    return replace(cluster, devices_per_node=world, links_by_axis=links)
 
 
 def table(rows: list[Row]) -> str:

@@ -174,7 +174,9 @@ def _moments(
     alive = waiting + sum(kept) + received
     whole = _gradients(held, sharding)
     accumulates = candidate.num_microbatches > 1
-    gradients = whole if accumulates or sharding.replicates_whole else 0
+    # A schedule runs before Lightning empties the last step's gradients, which are set aside for it.
+    earlier = states.gradients if candidate.layout.pp > 1 else 0
+    gradients = earlier + (whole if accumulates or sharding.replicates_whole else 0)
     if sections:
         section, _ = sections[-1]
         peak = section.forward_peak.at(samples) - section.kept.at(samples)

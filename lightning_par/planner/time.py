@@ -22,9 +22,12 @@ __all__ = ["predict_time"]
 
 _OVERLAP = 0.9
 """Share of computation that collectives of an accelerator hide behind; they share its units for the rest."""
-_UNIT_OPERATORS = 150
-"""What the hooks of a unit take in one pass, in launches of an operator: gathering, copying and reducing are some fifty
-operators and as much Python again (counted on ``fully_shard`` of torch 2.13)."""
+_UNIT_OPERATORS = 200
+"""What the hooks of a unit take in one pass, in launches of an operator (``fully_shard`` of torch 2.13, CPU ranks)."""
+_GATHER_COPIES, _REDUCE_COPIES = 4, 4
+"""Reads and writes of a unit that go with a gather (into one buffer, and out of it) and with a reduction."""
+_GLOO_REDUCTION = 2
+"""gloo scatters a sum by making all of it everywhere: twice the bytes."""
 _MESSAGES_EXPOSED = 0.5
 """Share of a pipeline's messages between two computations that nothing hides."""
 
@@ -144,6 +147,9 @@ def _data_seconds(model: PlannedModel, cluster: Cluster, candidate: Candidate, h
     units = traffic.num_units
     gather = collective_seconds(shard, layout.dp_shard, traffic.gathered, units * traffic.gathers)
     reduction = collective_seconds(shard, layout.dp_shard, traffic.reduced, units * traffic.reductions)
+    copies = _GATHER_COPIES * traffic.gathered + _REDUCE_COPIES * traffic.reduced
+    if not cluster.device.is_gpu:
+        reduction *= _GLOO_REDUCTION
     replica = collective_seconds(replicate, layout.dp_replicate, traffic.replicated, units)
     # How many forwards and backwards there are to hide behind.
     forwards = max(1, traffic.gathers // 2)
@@ -154,7 +160,8 @@ def _data_seconds(model: PlannedModel, cluster: Cluster, candidate: Candidate, h
     early = gather - gathers_in_backward
     exposed = _exposed(early, overlap * forwards * one.forward, forwards * units)
     exposed += _exposed(late, overlap * backwards * (one.backward + one.recompute), backwards * units)
-    return _Data(exposed, early + late - exposed, dict(traffic.axes))
+    hidden = early + late - exposed
+    return _Data(exposed + copies / cluster.device.stream, hidden, dict(traffic.axes))
 
 
 def _exposed(communication: float, hides: float, pieces: int) -> float:
