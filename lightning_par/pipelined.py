@@ -29,6 +29,7 @@ from lightning_par.pipeline_parallel.runtime import Call, Pipeline, loss_of
 from lightning_par.pipeline_parallel.same_batch import check_same_batch
 from lightning_par.pipeline_parallel.schedules import (
     Schedule,
+    check_num_eval_microbatches,
     check_num_microbatches,
     check_num_virtual_stages,
     default_num_microbatches,
@@ -59,6 +60,7 @@ class PipelineOptions:
         schedule: Name of the schedule.
         num_microbatches: Parts that a batch is cut into; ``None`` for the default rule.
         num_virtual_stages: Stages a rank holds; ``None`` for the schedule's own.
+        num_eval_microbatches: Parts that a batch is cut into in evaluation.
         blocks: Dotted name of the list of blocks, ``None`` to find it.
         split: Number of blocks of each stage, ``None`` to balance their cost.
         first: Names of modules that belong to the first stage whatever their order.
@@ -68,6 +70,7 @@ class PipelineOptions:
     schedule: str = "1f1b"
     num_microbatches: int | None = None
     num_virtual_stages: int | None = None
+    num_eval_microbatches: int = 1
     blocks: str | None = None
     split: Sequence[int] | None = None
     first: Sequence[str] = ()
@@ -80,8 +83,9 @@ class PipelineOptions:
             pipeline_parallel_size: Number of ranks, if known.
 
         Raises:
-            ValueError: If the schedule is unknown or does not take these numbers.
+            ValueError: If the schedule is unknown or does not take these numbers, or one is below 1.
         """
+        check_num_eval_microbatches(self.num_eval_microbatches)
         schedule = schedule_named(self.schedule)
         check_num_virtual_stages(schedule, self.num_virtual_stages)
         if self.num_microbatches is not None and pipeline_parallel_size is not None:
@@ -201,7 +205,7 @@ class PipelinedEngine(ParallelEngine):
         Returns:
             What the step returned for each micro-batch, on the ranks with the last stage; else an empty list.
         """
-        calls = self._calls(step, args, {})
+        calls = _calls(step, args, {}, self._num_train_parts(args[0]))
         earlier = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -215,8 +219,8 @@ class PipelinedEngine(ParallelEngine):
     def evaluate_batch(
         self, method: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Context
     ) -> list[Any]:
-        """Forward of a batch; arguments and result as in :meth:`train_batch`."""
-        calls = self._calls(method, args, kwargs)
+        """Forward of a batch, by default as one micro-batch; arguments and result as in :meth:`train_batch`."""
+        calls = _calls(method, args, kwargs, self._num_eval_parts(args[0]))
         with self._steps(method, args[0], context):
             return self._pipeline.evaluate(calls, self._shape_of(calls))
 
@@ -284,29 +288,35 @@ class PipelinedEngine(ParallelEngine):
             raise content
         return _to(content, self.device)
 
-    def _calls(self, method: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Call]:
-        batch, *rest = args
-        parts = split(batch, self._num_parts(self._divisible_size(batch_size_of(batch))))
-        return [Call(method, (part, *rest), kwargs) for part in parts]
+    def _num_train_parts(self, batch: Any) -> int:
+        policy = self._settings.policy
+        batch_size = self._divisible_size(
+            batch_size_of(batch), meets=policy.reduces_each_micro_batch or policy.frees_after_use
+        )
+        wanted = self.options.num_microbatches
+        if wanted is not None:
+            return num_parts(batch_size, wanted)
+        try:
+            return default_num_microbatches(self.schedule, batch_size, self.layout.pp)
+        except ValueError:  # a last batch too small for the schedule runs all forwards, then all backwards
+            return batch_size
 
-    def _divisible_size(self, batch_size: int) -> int:
+    def _num_eval_parts(self, batch: Any) -> int:
+        wanted = self.options.num_eval_microbatches
+        if wanted == 1:
+            return 1
+        batch_size = self._divisible_size(batch_size_of(batch), meets=self._settings.policy.frees_after_use)
+        return num_parts(batch_size, wanted)
+
+    def _divisible_size(self, batch_size: int, meets: bool) -> int:
         """A number whose divisors divide this rank's batch; and all replicas', if they meet in every micro-batch."""
         group = self.mesh.get_group("dp")
-        if group.size() == 1 or not self._settings.policy.reduces_each_micro_batch:
+        if group.size() == 1 or not meets:
             return batch_size
         sizes = torch.zeros(group.size(), dtype=torch.int64, device=self.device)
         sizes[group.rank()] = batch_size
         dist.all_reduce(sizes, group=group)
         return math.gcd(*sizes.tolist())
-
-    def _num_parts(self, batch_size: int) -> int:
-        wanted = self.options.num_microbatches
-        if wanted is None:
-            try:
-                return default_num_microbatches(self.schedule, batch_size, self.layout.pp)
-            except ValueError:  # a last batch too small for the schedule runs all forwards, then all backwards
-                return batch_size
-        return num_parts(batch_size, wanted)
 
     @staticmethod
     def _shape_of(calls: Sequence[Call]) -> Any:
@@ -431,6 +441,12 @@ class _Steering(GradientSteering):
 
 def _to(content: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), content)
+
+
+def _calls(method: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_parts: int) -> list[Call]:
+    """The calls of a step with each part of its batch."""
+    batch, *rest = args
+    return [Call(method, (part, *rest), kwargs) for part in split(batch, num_parts)]
 
 
 def _nothing(hidden: tuple[Tensor, ...], is_last: bool, device: torch.device) -> Any:

@@ -75,6 +75,7 @@ class StrategyConfig:
     activation_checkpointing: bool | str = False
     schedule: str = "1f1b"
     num_microbatches: int | None = None
+    num_eval_microbatches: int = 1
     num_virtual_stages: int | None = None
     pipeline_blocks: str | None = None
     pipeline_split: list[int] | None = None

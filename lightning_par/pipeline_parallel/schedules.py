@@ -16,6 +16,7 @@ from torch.distributed import pipelining
 __all__ = [
     "SCHEDULES",
     "Schedule",
+    "check_num_eval_microbatches",
     "check_num_microbatches",
     "check_num_virtual_stages",
     "default_num_microbatches",
@@ -187,6 +188,20 @@ def check_num_microbatches(schedule: Schedule, num_microbatches: int, pipeline_p
         f"num_microbatches={m} does not fit schedule={schedule.name!r}, which {rule}. "
         f"Use {f'{below} or ' if below else ''}{above}, or schedule='gpipe', which takes any number."
     )
+
+
+def check_num_eval_microbatches(num_eval_microbatches: int) -> None:
+    """Check how many parts a batch is cut into where there is no backward.
+
+    Raises:
+        ValueError: If it is no positive integer.
+    """
+    m = num_eval_microbatches
+    if isinstance(m, bool) or not isinstance(m, int) or m < 1:
+        raise ValueError(
+            f"num_eval_microbatches={m!r} must be a positive integer: 1 hands whole batches to validation, test and "
+            "predict steps, as one process does; more fill the pipeline, and a step sees parts of a batch."
+        )
 
 
 def suitable_num_microbatches(schedule: Schedule, batch_size: int, pipeline_parallel_size: int) -> list[int]:

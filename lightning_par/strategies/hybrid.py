@@ -55,6 +55,9 @@ class Hybrid(Checkpoints):
             ``"looped_bfs"``, ``"interleaved_zero_bubble"``, ``"zbv"`` or ``"dualpipev"``.
         num_microbatches: Parts that a pipeline cuts a batch into. ``None`` takes the smallest number that divides the
             batch and is at least four times ``pipeline_parallel_size``, or the largest there is.
+        num_eval_microbatches: The same for validation, test and predict steps. With 1 a step sees the whole batch once,
+            as in one process, and stages work one after the other. More let stages work at the same time, on smaller
+            activations; the step is then called on parts of a batch, so that only means over samples stay exact.
         num_virtual_stages: Stages on each rank of a pipeline; ``None`` takes the schedule's own number.
         pipeline_blocks: Dotted name of the list of blocks that is split, ``None`` to find it.
         pipeline_split: Number of blocks of each stage, ``None`` to balance their cost.
@@ -88,6 +91,7 @@ class Hybrid(Checkpoints):
         activation_checkpointing: Checkpointing = False,
         schedule: str = "1f1b",
         num_microbatches: int | None = None,
+        num_eval_microbatches: int = 1,
         num_virtual_stages: int | None = None,
         pipeline_blocks: str | None = None,
         pipeline_split: Sequence[int] | None = None,
@@ -101,6 +105,7 @@ class Hybrid(Checkpoints):
         self._pipeline = PipelineOptions(
             schedule=schedule,
             num_microbatches=num_microbatches,
+            num_eval_microbatches=num_eval_microbatches,
             num_virtual_stages=num_virtual_stages,
             blocks=pipeline_blocks,
             split=pipeline_split,

@@ -127,7 +127,15 @@ PIPELINES = {
         *(Layout(f"pp2xzero{stage}x2", 4, {"pipeline_parallel_size": 2, "zero_stage": stage}) for stage in (1, 2, 3)),
         Layout("pp2xzero3x2 interleaved_1f1b", 4, {"pipeline_parallel_size": 2, "zero_stage": 3, **INTERLEAVED}),
         Layout("pp2xzero3x2 zbv", 4, {"pipeline_parallel_size": 2, "zero_stage": 3, "schedule": "zbv"}),
-        Layout("pp2xzero3x2xtp2", 8, {"pipeline_parallel_size": 2, "zero_stage": 3, "tensor_parallel_size": 2}),
+        Layout("pp2xdp2xtp2", 8, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+        *(
+            Layout(
+                f"pp2xzero{stage}x2xtp2",
+                8,
+                {"pipeline_parallel_size": 2, "zero_stage": stage, "tensor_parallel_size": 2},
+            )
+            for stage in (1, 2, 3)
+        ),
     ]
 }
 

@@ -1,9 +1,9 @@
 """A pool of warm rank processes for tests that need a process group.
 
-Importing torch and lightning costs seconds per process, a tiny training run much less. So the
-processes are started once per session, import everything once, and then serve one call after
-another: each rank runs the same module-level function in an environment as torch elastic would
-make it, and is put back to its first state afterwards.
+Importing torch and lightning costs seconds, a tiny training run much less. So one process per
+session imports everything once, and ranks are forked from it: eight start in the time of one.
+They then serve one call after another: each rank runs the same module-level function in an
+environment as torch elastic would make it, and is put back to its first state afterwards.
 
 A rank that raises, dies or hangs never hangs the session: the error of each rank comes back with
 its rank, the cause before its consequences, and processes that no longer answer are replaced.
@@ -34,7 +34,7 @@ GRACE = 3.0
 CALL_TIMEOUT = 45.0
 """Seconds a call may take unless it says otherwise; less than a test may, so that a hang is shown by rank."""
 WARM_MODULES = ("lightning.pytorch", "lightning_par")
-"""What a new process imports before its first call."""
+"""What the process that ranks are forked from imports. None of it starts a thread, which a fork would lose."""
 Ranks = Callable[..., list[Any]]
 """Type of the `ranks` fixture: a :meth:`RankPool.run`."""
 OneProcess = Callable[..., Any]
@@ -164,7 +164,8 @@ class _Worker:
     """The parent's end of one rank process."""
 
     def __init__(self, rank: int, folder: Path, warm_modules: Sequence[str]) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(WARM_MODULES))  # whichever pool is the first to start one
         self.rank = rank
         self.ready = False
         self._holds = False

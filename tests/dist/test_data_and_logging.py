@@ -68,7 +68,7 @@ class Watching(TinyGPT):
 def batches_seen(layout: Layout, num_workers: int) -> list[tuple[list[int], list[float]]]:
     seed_everything(0, workers=True)
     module = Watching(num_blocks=1)
-    # Forked, as a user's loader on Linux forks: the ranks themselves are spawned, and pass that on as the default.
+    # Forked, as a user's loader on Linux forks: whatever the ranks themselves are started by.
     context = "fork" if num_workers else None
     loader = DataLoader(Augmented(32), 2, shuffle=True, num_workers=num_workers, multiprocessing_context=context)
     layout.trainer(max_epochs=1).fit(module, loader)

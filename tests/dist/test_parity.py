@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 
 import pytest
 import torch
@@ -57,14 +56,7 @@ CASES += [(name, scenario) for name in SOME_PIPELINES for scenario in ON_SOME_PI
 CASES += [("pp2", Scenario("bf16-mixed", BLOCKS, {"precision": "bf16-mixed"}, tolerance=5e-2))]
 
 
-
-def case(name: str, scenario: Scenario) -> Any:
-    """A row of the matrix; starting eight ranks takes a minute on two cores."""
-    marks = [pytest.mark.slow] if ALL[name].world_size > 4 else []
-    return pytest.param(name, scenario, marks=marks, id=f"{name}: {scenario.name}")
-
-
-@pytest.mark.parametrize(("name", "scenario"), [case(name, scenario) for name, scenario in CASES])
+@pytest.mark.parametrize(("name", "scenario"), CASES, ids=[f"{name}: {scenario.name}" for name, scenario in CASES])
 def test_parity(ranks: Ranks, one_process: OneProcess, name: str, scenario: Scenario) -> None:
     layout = ALL[name]
     # The number of data ranks only orders the samples, and without padding the order is the same for any number.

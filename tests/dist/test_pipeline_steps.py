@@ -188,7 +188,7 @@ def evaluate(layout: Layout, fits: bool, batch_size: int, num_samples: int) -> d
 
 
 @pytest.mark.parametrize("fits", [False, True])
-@pytest.mark.parametrize("layout", [PP2, piped(schedule="zbv", num_microbatches=3)], ids=["pp2", "zbv"])
+@pytest.mark.parametrize("layout", [PP2, piped(schedule="zbv", num_eval_microbatches=3)], ids=["pp2", "zbv"])
 def test_evaluates_as_one_process(ranks: Ranks, layout: Layout, fits: bool) -> None:
     # 23 samples: batches of 8, 8 and 7, of which the last has another number of micro-batches.
     (expected,) = ranks(1, evaluate, SINGLE, fits, 8, 23)
@@ -384,19 +384,21 @@ def fit_ragged(layout: Layout) -> tuple[dict[str, Tensor], dict[str, float], Cou
 
 
 @pytest.mark.parametrize(
-    ("schedule", "num_stages", "train", "val"),
+    ("schedule", "num_stages", "num_eval_microbatches", "val"),
     [
-        ("gpipe", 1, [4, 4, 4, 4, 3, 3, 1], [1, 4, 1]),
-        ("1f1b", 1, [4, 4, 4, 4, 3, 3, 1], [1, 4, 1]),
-        ("interleaved_1f1b", 2, [4, 4, 4, 4, 3, 3, 1], [1, 4, 1]),
-        ("dualpipev", 2, [4, 4, 4, 4, 3, 3, 1], [1, 4, 1]),
+        ("gpipe", 1, 1, [1, 1, 1]),
+        ("1f1b", 1, 4, [1, 4, 1]),
+        ("interleaved_1f1b", 2, 4, [1, 4, 1]),
+        ("dualpipev", 2, 1, [1, 1, 1]),
     ],
 )
 def test_batches_of_any_size_and_length(
-    ranks: Ranks, schedule: str, num_stages: int, train: list[int], val: list[int]
+    ranks: Ranks, schedule: str, num_stages: int, num_eval_microbatches: int, val: list[int]
 ) -> None:
+    train = [4, 4, 4, 4, 3, 3, 1]
     state, metrics, _ = ranks(1, fit_ragged, SINGLE)[0]
-    results = ranks(2, fit_ragged, piped(schedule=schedule, num_microbatches=4))
+    options = {"schedule": schedule, "num_microbatches": 4, "num_eval_microbatches": num_eval_microbatches}
+    results = ranks(2, fit_ragged, piped(**options))
     check_equal(results[0][0], state)
     for _, seen, calls in results:
         check_equal(seen, metrics)

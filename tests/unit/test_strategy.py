@@ -82,6 +82,7 @@ def test_stage_of_registered_names() -> None:
         (lambda: HybridStrategy(pipeline_parallel_size=0), "pipeline_parallel_size=0 must be a positive integer"),
         (lambda: HybridStrategy(schedule="1f2b"), "schedule='1f2b' is unknown. Did you mean '1f1b'"),
         (lambda: HybridStrategy(num_virtual_stages=3), "num_virtual_stages=3 does not fit schedule='1f1b'"),
+        (lambda: HybridStrategy(num_eval_microbatches=0), "num_eval_microbatches=0 must be a positive integer"),
         (lambda: HybridStrategy(activation_checkpointing="some"), "activation_checkpointing='some' is unknown"),
         (
             lambda: _trainer(HybridStrategy(pipeline_parallel_size=4, data_parallel_size=1, num_microbatches=2)),
