@@ -97,7 +97,6 @@ def test_a_step_sees_whole_batches_once(ranks: Ranks, world_size: int, options: 
     (expected,) = ranks(1, evaluate, SINGLE, num_ranks=num_replicas)
     results = ranks(world_size, evaluate, piped(world_size, **options))
     metrics, predictions, written, _ = expected
-    assert len({value for value in metrics.values()}) == len(metrics), "each metric is another number"
     for seen, *_ in results:
         assert seen == pytest.approx(metrics, rel=1e-5)
     torch.testing.assert_close(in_turns([seen for _, seen, _, _ in results[:num_replicas]]), predictions)
