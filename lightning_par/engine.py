@@ -188,7 +188,7 @@ class ParallelEngine:
         if self.server is not None:
             self.server.close()
         if self.offload is not None:
-            self.offload.close()
+            self.offload.detach()
         self._footprint.remove()
         del vars(self.module)[_Link.NAME]
 

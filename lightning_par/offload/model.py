@@ -196,9 +196,10 @@ class ModelOffload:
             places.setdefault("host", measure_state_bytes([], []))["gradients"] += optimizer.gradient_bytes()
         return places
 
-    def close(self) -> None:
-        """Take the hooks off the parameters."""
+    def detach(self) -> None:
+        """Forget the optimizers, which the next fit replaces, and take the hooks off the parameters."""
         self.settle()
+        self._optimizers.clear()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

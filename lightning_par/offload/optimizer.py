@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_par.gradients import local
 from lightning_par.offload.reach import twin
-from lightning_par.offload.slot import Slot, like, make_slots
+from lightning_par.offload.slot import Slot, as_stored, like, make_slots
 from lightning_par.offload.tiers import Tier
 from lightning_par.offload.transfer import Arrival, Transfers
 
@@ -108,8 +108,9 @@ class OffloadedOptimizer:
         self._unit_of = {key: n for n, unit in enumerate(units) for key in unit if key not in placement.on_device}
         self._round: _Round | None = None
         self._loading: dict[Tensor, Tensor] = {}
-        adopt = (torch.get_num_threads(),)
-        self._thread = ThreadPoolExecutor(1, initializer=self._adopt_thread, initargs=adopt)
+        # The thread ends with its executor; it must not hold what holds that.
+        adopt = (torch.get_num_threads(), self._transfers)
+        self._thread = ThreadPoolExecutor(1, initializer=_adopt_thread, initargs=adopt)
         self._connect(optimizer)
 
     def _connect(self, optimizer: Optimizer) -> None:
@@ -119,10 +120,6 @@ class OffloadedOptimizer:
         optimizer.register_state_dict_pre_hook(lambda _: self.settle())
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
-
-    def _adopt_thread(self, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)
-        self._transfers.adopt_thread()
 
     # Gradients
 
@@ -384,7 +381,7 @@ class OffloadedOptimizer:
                 if slot.parameter in loaded:
                     entry = loaded[slot.parameter]
                     unit.twin.state[slot.master] = {
-                        k: local(v) if isinstance(v, Tensor) else v for k, v in entry.items()
+                        k: as_stored(local(v), slot.master) if isinstance(v, Tensor) else v for k, v in entry.items()
                     }
             if unit.steps_on_host:
                 self._keep_states(unit)
@@ -414,6 +411,11 @@ def _step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any
     assert found is not None
     found.step()
     return loss
+
+
+def _adopt_thread(num_threads: int, transfers: Transfers) -> None:
+    torch.set_num_threads(num_threads)
+    transfers.adopt_thread()
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

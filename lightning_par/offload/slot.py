@@ -48,6 +48,7 @@ class Slot:
         for gradient, arrival in self._incoming:
             if arrival is not None:
                 arrival()
+            gradient = as_stored(gradient, self.master)
             self.master.grad = gradient if self.master.grad is None else self.master.grad + gradient
         self._incoming = []
 
@@ -110,6 +111,13 @@ def like(part: Any, parameter: Tensor) -> Any:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+def as_stored(tensor: Tensor, master: Tensor) -> Tensor:
+    """``tensor`` with the strides of ``master`` if it has its shape: fused kernels walk all memory in one order."""
+    if tensor.shape != master.shape or tensor.stride() == master.stride():
+        return tensor
+    return torch.empty_strided(master.shape, master.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def checksum(tensor: Tensor) -> Tensor:

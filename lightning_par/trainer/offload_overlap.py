@@ -65,7 +65,8 @@ def overlap_unseen(trainer: Trainer, offload: ModelOffload) -> None:
     callbacks.insert(0, SettleOffload(offload))
     module = trainer.lightning_module
     sees_gradients = _any_of(_SEE_GRADIENTS, module, callbacks)
-    sees_parameters = _any_of(_SEE_PARAMETERS, module, callbacks)
+    # A step that optimizes by itself goes on with its own code after each step.
+    sees_parameters = not module.automatic_optimization or _any_of(_SEE_PARAMETERS, module, callbacks)
     changes_gradients = bool(trainer.gradient_clip_val) or getattr(trainer.precision_plugin, "scaler", None) is not None
     offload.observe(
         defers=not (sees_gradients or sees_parameters),
@@ -75,8 +76,13 @@ def overlap_unseen(trainer: Trainer, offload: ModelOffload) -> None:
 
 
 def _any_of(hooks: Iterable[str], module: LightningModule, callbacks: Iterable[Callback]) -> bool:
-    others = [callback for callback in callbacks if _may_look(callback)]
-    return any(is_overridden(hook, module) or any(_overrides(hook, callback) for callback in others) for hook in hooks)
+    return any(is_overridden(hook, module) or any(_looks(callback, hook) for callback in callbacks) for hook in hooks)
+
+
+def _looks(callback: Callback, hook: str) -> bool:
+    if hook in vars(callback):  # a function of the user's, as LambdaCallback has them
+        return True
+    return _may_look(callback) and _overrides(hook, callback)
 
 
 def _may_look(callback: Any) -> bool:

@@ -126,6 +126,8 @@ class HybridStrategy(StepHooks):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
+        if self.engine.offload is not None:
+            self.engine.offload.detach()  # an earlier fit's optimizers would take gradients from the new ones
         self.engine.parameters()  # optimizers must be given the sharded parameters
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -212,6 +212,55 @@ def average(layout: Layout) -> list[bool]:
 
 def test_nothing_is_put_off_while_a_callback_looks(ranks: Ranks) -> None:
     assert ranks(1, average, ALL["zero1x1 optimizer off"]) == [[False]]
+
+
+def fit_again(layout: Layout) -> list[float]:
+    """One Trainer fits on: its first optimizer is gone, whoever still holds it."""
+    torch.manual_seed(0)
+    module = TinyGPT()
+    trainer = layout.trainer(max_epochs=1)
+    losses = []
+    for number in (1, 2):
+        trainer.fit_loop.max_epochs = number
+        trainer.fit(module, train_loader(layout, token_data(3 * BATCH), BATCH))
+        losses.append(trainer.callback_metrics["train_loss_epoch"].item())
+        first = trainer.optimizers  # noqa: F841
+    return losses
+
+
+def clamped(layout: Layout) -> float:
+    """Changes weights by hand after a step by hand."""
+
+    class Clamped(ByHand):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.clamp_(-0.1, 0.1)
+
+    torch.manual_seed(0)
+    trainer = layout.trainer(max_epochs=2)
+    trainer.fit(Clamped(), train_loader(layout, token_data(3 * BATCH), BATCH))
+    return trainer.callback_metrics["train_loss"].item()
+
+
+def seen_by_a_function(layout: Layout) -> list[float]:
+    """Norms of gradients that a function given to Lightning's own callback finds."""
+    norms = []
+
+    def look(trainer: Any, module: Any, optimizer: Any) -> None:
+        norms.append(sum(float(p.grad.norm()) for p in module.parameters() if p.grad is not None))
+
+    torch.manual_seed(0)
+    trainer = layout.trainer(max_epochs=1, callbacks=[LambdaCallback(on_before_optimizer_step=look)])
+    trainer.fit(TinyGPT(), train_loader(layout, token_data(3 * BATCH), BATCH))
+    return norms
+
+
+@pytest.mark.parametrize("run", [fit_again, clamped, seen_by_a_function])
+def test_overlap_gives_way_to_whoever_looks(ranks: Ranks, one_process: OneProcess, run: Any) -> None:
+    (found,) = ranks(1, run, ALL["zero1x1 optimizer off"])
+    assert found == pytest.approx(one_process(run), rel=1e-5)
 
 
 class FactoredGPT(TinyGPT):

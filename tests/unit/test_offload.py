@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import os
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,6 +236,36 @@ def reload(step: int, module: Net, optimizer: Optimizer) -> None:
 def test_what_users_write_between_steps_counts(meddle: Any, device: Any, tmp_path: Path) -> None:
     policy = OffloadPolicy(device=device, path=tmp_path if device == "disk" else None)
     assert_same(train(policy, meddle=meddle), train(None, meddle=meddle), exact=False)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_parameters_that_are_not_contiguous(fraction: float) -> None:
+    results = []
+    for policy in (None, OffloadPolicy(fraction=fraction)):
+        torch.manual_seed(0)
+        module = Net()
+        for block in module.blocks:
+            block.weight = nn.Parameter(block.weight.detach().t().contiguous().t())
+        optimizer = optim.AdamW(module.parameters(), lr=0.1)
+        if policy is not None:
+            offload = ModelOffload(policy, make_tier(policy, CPU), CPU, units_of(module), whole=[], can_take=True)
+            offload.attach(optimizer)
+        for step in range(4):
+            optimizer.zero_grad()
+            module(torch.randn(4, 8)).backward()
+            optimizer.step()
+            if step == 1:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        results.append((module, optimizer))
+    assert_same(*results, exact=False)
+
+
+def test_what_is_done_with_is_freed() -> None:
+    module, optimizer = train(OffloadPolicy(), observed=OVERLAPPED)
+    alive = weakref.ref(optimizer), weakref.ref(module.blocks[0].weight)
+    del module, optimizer
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None], "the thread keeps nothing"
 
 
 def test_schedulers_do_not_complain() -> None:
