@@ -186,6 +186,9 @@ class HybridStrategy(StepHooks):
 
     @override
     def teardown(self) -> None:
+        if self._engine is not None and self._engine.offload is not None:
+            # Whatever trains the module next, plain Lightning included, must find its gradients.
+            self._engine.offload.observe(defers=False, takes_gradients=False, steps_in_backward=False)
         # Shards stay where they are, so that saving, testing and predicting go on after a fit; so does the process
         # group, which the next set-up replaces if it needs another.
         assert self.cluster_environment is not None
