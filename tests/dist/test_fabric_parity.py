@@ -21,7 +21,7 @@ from tests.dist.parity import (
     train,
 )
 from tests.dist.ranks import OneProcess, Ranks
-from tests.dist.test_parity import BLOCKS, CLIP, ON_EVERY_KIND, ON_EVERY_LAYOUT, TIED_IN_BLOCKS, case
+from tests.dist.test_parity import BLOCKS, CLIP, ON_EVERY_KIND, ON_EVERY_LAYOUT, TIED_IN_BLOCKS
 
 CLIPPED, ACCUMULATED = ON_EVERY_LAYOUT
 BF16 = [scenario for scenario in ON_EVERY_KIND if scenario.name == "bf16-mixed"]
@@ -38,7 +38,7 @@ CASES += [(name, ACCUMULATED_IN_BLOCKS) for name in ("pp2", "pp2 zbv", "pp2xdp2"
 CASES += [("pp2", Scenario("bf16-mixed", BLOCKS, {"precision": "bf16-mixed"}, tolerance=5e-2))]
 
 
-@pytest.mark.parametrize(("name", "scenario"), [case(name, scenario) for name, scenario in CASES])
+@pytest.mark.parametrize(("name", "scenario"), CASES, ids=[f"{name}: {scenario.name}" for name, scenario in CASES])
 def test_parity(ranks: Ranks, one_process: OneProcess, name: str, scenario: Scenario) -> None:
     layout = ALL[name]
     expected = one_process(train, scenario, 1)  # the Trainer's, in one process
