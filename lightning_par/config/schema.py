@@ -275,6 +275,7 @@ class PlanConfig:
     precision: str | None = None
     global_batch: int | None = None
     json: str | None = None
+    html: str | None = None
 
 
 SCHEMAS: dict[str, type] = {

@@ -20,6 +20,8 @@ from lightning_par.planner.plan import Plan
 from lightning_par.planner.planner import make_plan
 from lightning_par.planner.search import Workload
 from lightning_par.planner.tables import print_plan
+from lightning_par.reports.page import check_path
+from lightning_par.reports.plan_page import write_plan_page
 
 __all__ = ["cluster_of", "flags_to_overrides", "plan_for", "run"]
 
@@ -40,8 +42,16 @@ def run(config: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
     Args:
         config: The resolved configuration.
         overrides: What the user has set, to be repeated in the command.
+
+    Raises:
+        ValueError: If the configuration is impossible, or the page's directory does not exist.
     """
+    page = Path(config["html"]) if config.get("html") else None
+    if page is not None:
+        check_path(page)  # before the work
     plan = plan_for(config, overrides)
+    if page is not None:
+        write_plan_page(plan, page)
     target = config.get("json")
     if target == STDOUT:
         json.dump(plan.to_dict(), sys.stdout, indent=2)
