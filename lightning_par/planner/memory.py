@@ -6,65 +6,16 @@ through section by section, since activations go as gradients come.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
-from lightning_par.data_parallel import ZERO_POLICIES
-from lightning_par.pipeline_parallel.schedules import SCHEDULES
 from lightning_par.planner.choice import Candidate
 from lightning_par.planner.cluster import Cluster
 from lightning_par.planner.model import PlannedModel
+from lightning_par.planner.moments import fullest_moment, hidden_bytes
 from lightning_par.planner.plan import MemoryBreakdown
-from lightning_par.planner.profile import Section, Shape
-from lightning_par.planner.stages import Held, held_by, in_flight
+from lightning_par.planner.profile import Shape
+from lightning_par.planner.sharding import REDUCED, Sharding, States
+from lightning_par.planner.stages import Held, held_by
 
-__all__ = ["States", "host_bytes", "predict_memory", "state_bytes"]
-
-_REDUCED = 4
-"""Bytes of an element of summed gradients: at least float32 (:mod:`lightning_par.data_parallel.apply`)."""
-
-
-@dataclass(frozen=True)
-class States:
-    """Bytes of model state on one rank at rest, after a step."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-
-
-@dataclass(frozen=True)
-class _Sharding:
-    """How a candidate spreads the states of a rank.
-
-    Attributes:
-        shards: Ranks that share them.
-        wraps: Whether units are gathered and their gradients reduced into new tensors.
-        replicates_whole: Whether ``DistributedDataParallel`` does it, whose gradient buckets stay.
-        frees: Whether gathered units are freed after use.
-        keeps_gradients_whole: Whether gradients stay whole until the last micro-batch.
-    """
-
-    shards: int
-    wraps: bool
-    replicates_whole: bool
-    frees: bool
-    keeps_gradients_whole: bool
-
-    @classmethod
-    def of(cls, candidate: Candidate) -> _Sharding:
-        layout, policy = candidate.layout, ZERO_POLICIES[candidate.zero_stage]
-        several = candidate.num_microbatches > 1
-        splits = bool(layout.pp > 1 and SCHEDULES[candidate.schedule].splits_backward)
-        is_data_parallel = layout.data_parallel_size > 1
-        wraps = candidate.gathers
-        return cls(
-            shards=layout.dp_shard if policy.shards else 1,
-            wraps=wraps,
-            replicates_whole=is_data_parallel and not policy.shards and layout.tp == layout.pp == 1,
-            frees=wraps and policy.frees_after_use and not splits,
-            keeps_gradients_whole=not wraps or splits or (several and not policy.reduces_each_micro_batch),
-        )
+__all__ = ["host_bytes", "predict_memory", "state_bytes"]
 
 
 def state_bytes(model: PlannedModel, candidate: Candidate, pipeline_rank: int = 0, shard_rank: int = 0) -> States:
@@ -77,10 +28,10 @@ def state_bytes(model: PlannedModel, candidate: Candidate, pipeline_rank: int = 
         shard_rank: Index on the ``dp_shard`` axis; the first rank has most.
     """
     held = held_by(model.profile(candidate.layout.tp, candidate.gathers), candidate, pipeline_rank)
-    return _states(model, held, _Sharding.of(candidate), shard_rank)
+    return _states(model, held, Sharding.of(candidate), shard_rank)
 
 
-def _states(model: PlannedModel, held: Held, sharding: _Sharding, index: int = 0) -> States:
+def _states(model: PlannedModel, held: Held, sharding: Sharding, index: int = 0) -> States:
     parameters = gradients = optimizer = 0
     for shape, count in held.shapes():
         local = shape.local(_shards(shape, held, sharding), index)
@@ -91,7 +42,7 @@ def _states(model: PlannedModel, held: Held, sharding: _Sharding, index: int = 0
     return States(parameters, gradients, optimizer)
 
 
-def _shards(shape: Shape, held: Held, sharding: _Sharding) -> int:
+def _shards(shape: Shape, held: Held, sharding: Sharding) -> int:
     """Two trees of one rank can't both shard what they share, so it stays whole on the data axis."""
     return 1 if held.trees > 1 and shape in held.tied else sharding.shards
 
@@ -108,9 +59,9 @@ def predict_memory(model: PlannedModel, cluster: Cluster, candidate: Candidate) 
 
 
 def _of_rank(model: PlannedModel, cluster: Cluster, candidate: Candidate, held: Held) -> MemoryBreakdown:
-    sharding = _Sharding.of(candidate)
+    sharding = Sharding.of(candidate)
     states = _states(model, held, sharding)
-    moment = _fullest_moment(model, candidate, held, sharding, states)
+    moment = fullest_moment(candidate, held, sharding, states)
     on_host = candidate.offload != "" and cluster.device.is_gpu
     keeps = candidate.offload != "all"
     largest = max((unit.numel for unit, _, _ in held.units()), default=0)
@@ -119,9 +70,9 @@ def _of_rank(model: PlannedModel, cluster: Cluster, candidate: Candidate, held: 
     batch = candidate.batch_size if candidate.layout.pp > 1 else candidate.micro_batch_size
     host = host_bytes(states, candidate) if candidate.offload else 0
     if candidate.layout.pp > 1:
-        communication += int(2 * _hidden(held, candidate))
+        communication += int(2 * hidden_bytes(held, candidate))
     if on_host:
-        communication += 2 * _REDUCED * largest // sharding.shards  # a unit's gradients on their way
+        communication += 2 * REDUCED * largest // sharding.shards  # a unit's gradients on their way
     off_device = on_host or candidate.offload_device == "disk"
     return MemoryBreakdown(
         parameters=states.parameters if keeps or not off_device else 0,
@@ -145,93 +96,7 @@ def host_bytes(states: States, candidate: Candidate) -> int:
     return states.parameters + states.gradients + states.optimizer if candidate.offload else 0
 
 
-@dataclass(frozen=True)
-class _Moment:
-    name: str
-    activations: float
-    gradients: int
-
-    @property
-    def total(self) -> float:
-        return self.activations + self.gradients
-
-
-def _fullest_moment(
-    model: PlannedModel, candidate: Candidate, held: Held, sharding: _Sharding, states: States
-) -> _Moment:
-    """Walk through the last micro-batch in flight, backwards."""
-    return max(_moments(model, candidate, held, sharding, states), key=lambda moment: moment.total)
-
-
-def _moments(
-    model: PlannedModel, candidate: Candidate, held: Held, sharding: _Sharding, states: States
-) -> Iterator[_Moment]:
-    samples = candidate.micro_batch_size
-    sections = list(held.sections())
-    kept = [_kept(section, candidate, samples) * count for section, count in sections]
-    received = _hidden(held, candidate) * (held.trees - (held.before is not None))
-    waiting = (in_flight(candidate, held.rank) - 1) * (sum(kept) + received)
-    alive = waiting + sum(kept) + received
-    whole = _gradients(held, sharding)
-    accumulates = candidate.num_microbatches > 1
-    # A schedule runs before Lightning empties the last step's gradients, which are set aside for it.
-    earlier = states.gradients if candidate.layout.pp > 1 else 0
-    gradients = earlier + (whole if accumulates or sharding.replicates_whole else 0)
-    if sections:
-        section, _ = sections[-1]
-        peak = section.forward_peak.at(samples) - section.kept.at(samples)
-        yield _Moment(f"end of forward ({section.name})", alive + max(0.0, peak), gradients)
-    for (section, count), own in zip(reversed(sections), reversed(kept), strict=True):
-        again = section.kept.at(samples) - own / max(1, count) if section.blocks else 0.0
-        peak = section.backward_peak.at(samples) + max(0.0, again)
-        yield _Moment(f"backward of {section.name}", alive + peak, gradients)
-        if section.blocks and not accumulates and not sharding.replicates_whole:
-            # The last of a run of like blocks: the others' activations are gone, their gradients there.
-            rest = _section_gradients(section, sharding) * (count - 1)
-            left = alive - own * (count - 1) / count
-            yield _Moment(f"backward of {section.name}", left + peak, gradients + rest)
-        alive -= own
-        if not accumulates and not sharding.replicates_whole:
-            gradients += _section_gradients(section, sharding) * count
-    work_space = max((s.numel * s.itemsize for s, _ in held.shapes() if s.trains), default=0) // sharding.shards
-    step_gradients = whole if sharding.replicates_whole or not sharding.wraps else states.gradients
-    yield _Moment("optimizer step", float(work_space), step_gradients)
-
-
-def _kept(section: Section, candidate: Candidate, samples: int) -> float:
-    """Bytes that a section keeps for its backward, of one micro-batch."""
-    choice = candidate.activation_checkpointing
-    if not section.blocks or not choice:
-        return section.kept.at(samples)
-    kept = section.output + section.costly if choice == "selective" else section.output
-    return min(kept.at(samples), section.kept.at(samples))
-
-
-def _hidden(held: Held, candidate: Candidate) -> float:
-    """Bytes of one micro-batch's hidden state."""
-    return max((kind.output.at(candidate.micro_batch_size) for kind, _ in held.kinds), default=0.0)
-
-
-def _gradients(held: Held, sharding: _Sharding) -> int:
-    """Bytes of the gradients of all micro-batches but the running one."""
-    total = 0
-    for shape, count in held.shapes():
-        if shape.trains:
-            total += _gradient(shape, sharding) * count
-    return total
-
-
-def _section_gradients(section: Section, sharding: _Sharding) -> int:
-    return sum(_gradient(shape, sharding) for shape in section.shapes if shape.trains)
-
-
-def _gradient(shape: Shape, sharding: _Sharding) -> int:
-    if not sharding.keeps_gradients_whole:
-        return shape.local(sharding.shards) * shape.itemsize
-    return shape.numel * (max(shape.itemsize, _REDUCED) if sharding.wraps else shape.itemsize)
-
-
-def _whole_units(model: PlannedModel, held: Held, sharding: _Sharding) -> tuple[int, int]:
+def _whole_units(model: PlannedModel, held: Held, sharding: Sharding) -> tuple[int, int]:
     """Bytes of parameters gathered at once, and of the buffers that gather and reduce them.
 
     Freed units leave two at a time, the one in use and the one fetched ahead, beside the root's, which stay.
@@ -248,4 +113,4 @@ def _whole_units(model: PlannedModel, held: Held, sharding: _Sharding) -> tuple[
     # One flat buffer that a unit is gathered into, and one that its gradients are summed in.
     flat = max(largest, root)
     trained = any(shape.trains for shape, _ in held.shapes())
-    return int((root + at_once) * itemsize), int(flat * itemsize + (flat * _REDUCED if trained else 0))
+    return int((root + at_once) * itemsize), int(flat * itemsize + (flat * REDUCED if trained else 0))

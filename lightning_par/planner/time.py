@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_par.pipeline_parallel.schedules import SCHEDULES
 from lightning_par.planner.choice import Candidate
 from lightning_par.planner.cluster import Cluster
 from lightning_par.planner.memory import host_bytes, state_bytes
@@ -178,6 +179,8 @@ def _messages(cluster: Cluster, candidate: Candidate, held: Held) -> tuple[float
     size = max((kind.output.at(candidate.micro_batch_size) for kind, _ in held.kinds), default=0.0)
     one_way = link.latency + size / link.bandwidth
     sends = 2 * m * v - (held.before is not None) * m - (held.after is not None) * m
+    if candidate.schedule and SCHEDULES[candidate.schedule].placement == "v":
+        sends -= (2 if held.rank == p - 1 else 0) * m  # the turn of the V stays on the last rank
     return _MESSAGES_EXPOSED * 2 * m * v * one_way + 2 * (p - 1) * one_way, sends * size
 
 

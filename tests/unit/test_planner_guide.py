@@ -6,9 +6,9 @@ import pytest
 
 from examples.gpt.model import GPTConfig
 from lightning_par.planner import Plan, Workload, make_plan
-from lightning_par.planner.guide import ROWS
+from lightning_par.planner.guide import ROWS, situation_of
 from lightning_par.planner.traffic import crosses_nodes
-from lightning_par.planner.words import seconds
+from lightning_par.planner.words import gigabytes, seconds
 from tests.planner_models import GPT2_SMALL, GPT2_XL, LLAMA_7B, LLAMA_65B, cluster, planned
 
 FAT_LAYERS = GPTConfig(
@@ -24,24 +24,25 @@ GOLDEN = {
     "one device, and the model fits": (
         (GPT2_SMALL, "h200", 64),
         ("plain",),
-        "training takes 3 GB of the 120 GB that may be used: nothing else is needed",
+        "training takes {whole} of the 120 GB that may be used: nothing else is needed",
     ),
     "one device, and the model does not fit": (
         (GPT2_XL, "consumer_24gb", 8),
         ("ZeRO-1", "ZeRO-2", "ZeRO-3"),
-        "training takes 26.1 GB, more than the 20.2 GB that may be used, and there is no other device to share it "
+        "training takes {whole}, more than the 20.2 GB that may be used, and there is no other device to share it "
         "with: the host's memory takes the optimizer states",
     ),
     "several devices, and the model fits one": (
         (GPT2_SMALL, "8xa100_80gb", 128),
         ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3"),
-        "training takes 3.8 GB of the 68 GB that may be used, so each device can hold the whole model and only "
+        "training takes {whole} of the 68 GB that may be used, so each device can hold the whole model and only "
         "gradients travel",
     ),
     "several devices, and the model does not fit one": (
         (LLAMA_7B, "8xa100_80gb", 64),
         ("ZeRO-1", "ZeRO-2", "ZeRO-3", "PP", "PP+DP", "TP", "TP+DP"),
-        "training takes 110 GB, more than the 68 GB of a device that may be used, so the model's states must be shared",
+        "training takes {whole}, more than the 68 GB of a device that may be used, so the model's states must be "
+        "shared, in one way of the three",
     ),
     "several devices, and not even the largest layer fits one": (
         (FAT_LAYERS, "consumer_24gb", 64, "devices_per_node=32", "host.memory=1e12"),
@@ -70,6 +71,8 @@ def test_every_row_of_the_list_has_a_golden_situation() -> None:
 def test_a_row_is_the_recommendation_of_its_situation(situation: str) -> None:
     question, kinds, words = GOLDEN[situation]
     answer = plan(*question)
+    config, machines, _, *overrides = question
+    words = words.format(whole=gigabytes(situation_of(planned(config), cluster(machines, *overrides)).whole))
     assert answer.advice is not None
     assert answer.recommended is not None
     assert answer.advice.situation == situation
