@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,6 +51,8 @@ def run(config: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
     if page is not None:
         check_path(page)  # before the work
     plan = plan_for(config, overrides)
+    if int(os.environ.get("RANK", "0")):
+        return  # under torchrun the first rank answers for all
     if page is not None:
         write_plan_page(plan, page)
     target = config.get("json")

@@ -21,7 +21,7 @@ from lightning_par.offload import resolve_offload
 from lightning_par.pipelined import PipelineOptions
 from lightning_par.planner import Candidate, Cluster, Plan, PlannedModel, Workload, make_plan, optimizer_rule
 from lightning_par.planner.batches import count_samples
-from lightning_par.planner.measure import measure_cluster, measure_links
+from lightning_par.planner.measure import measure_cluster, measure_links, with_link
 from lightning_par.planner.model import OptimizerRule
 from lightning_par.planner.stand_in import fake_copy
 from lightning_par.planner.trace import PRECISIONS
@@ -131,12 +131,7 @@ class AutoStrategy(HybridStrategy):
         cluster = measure_cluster(self.num_processes, self.num_nodes, "cuda" if on_gpu else "cpu")
         # A disk needs a folder, which only a user can name.
         cluster = replace(cluster, host=replace(cluster.host, disk=None))
-        if link is None:
-            return cluster
-        if self.num_nodes == 1:
-            return replace(cluster, inside=link)
-        # A ring over all ranks is as fast as the network, of which each rank of a machine has a share.
-        return replace(cluster, between=replace(link, bandwidth=link.bandwidth / self.num_processes))
+        return cluster if link is None else with_link(cluster, link)
 
     def _adopt(self, candidate: Candidate) -> None:
         """Become the strategy of that layout, before there is a mesh."""

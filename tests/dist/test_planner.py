@@ -97,6 +97,6 @@ def test_predicted_is_measured(ranks: Ranks, name: str) -> None:
     assert 0.95 * peak <= memory.total - memory.reserved <= 1.2 * peak
     predicted = predict_time(model, machine, candidate).traffic
     for axis in {"dp_shard", "dp_replicate", "tp"} & predicted.keys():
-        most = max(traffic[axis] for _, _, traffic, _ in found)
-        # What finds unused parameters, and means of what is logged, is counted in hundreds of bytes.
-        assert predicted[axis] <= most <= predicted[axis] + 1024, axis
+        # Predicted for the slowest stage. What finds unused parameters, and means of what is logged, take hundreds of
+        # bytes more.
+        assert any(0 <= traffic[axis] - predicted[axis] <= 1024 for _, _, traffic, _ in found), axis
