@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_par.offload import OffloadPolicy
 from tests.dist.models import TinyGPT, token_data
-from tests.dist.parity import ALL, BATCH, Layout, differences, report, train_loader
+from tests.dist.parity import ALL, BATCH, SINGLE, Layout, differences, report, train_loader
 from tests.dist.pieces import Pieces, assemble, piece, pieces
 from tests.dist.ranks import OneProcess, RankError, Ranks
 
@@ -33,7 +33,14 @@ def unseen(layout: Layout, model: dict[str, Any], options: dict[str, Any]) -> tu
     """Final weights and moments of a run in which nobody looks at gradients, and what overlapped in it."""
     torch.manual_seed(0)
     module = TinyGPT(**model)
-    trainer = layout.trainer(max_epochs=2, **options)
+    flags: list[Any] = []
+
+    def look(trainer: Any, _: Any) -> None:
+        if layout.strategy is not None:
+            for each in trainer.strategy.engine.offload._optimizers:
+                flags[:] = [each.defers, each.takes_gradients, each.steps_in_backward]
+
+    trainer = layout.trainer(max_epochs=2, callbacks=[LambdaCallback(on_train_end=look)], **options)
     trainer.fit(module, train_loader(layout, token_data(3 * BATCH), BATCH), DataLoader(token_data(8), 4))
     names = {parameter: name for name, parameter in module.named_parameters()}
     moments = {
@@ -41,10 +48,6 @@ def unseen(layout: Layout, model: dict[str, Any], options: dict[str, Any]) -> tu
         for parameter, state in trainer.optimizers[0].state.items()
         for key, value in state.items()
     }
-    flags: list[Any] = []
-    if layout.strategy is not None:
-        for optimizer in trainer.strategy.engine.offload._optimizers:
-            flags = [optimizer.defers, optimizer.takes_gradients, optimizer.steps_in_backward]
     return pieces(module.named_parameters()), moments, flags
 
 
@@ -205,9 +208,15 @@ def test_manual_optimization(ranks: Ranks, one_process: OneProcess, name: str) -
 
 def average(layout: Layout) -> list[bool]:
     """A run with a callback that looks at weights after each batch."""
-    trainer = layout.trainer(max_epochs=1, callbacks=[EMAWeightAveraging(decay=0.9)])
+    found: list[bool] = []
+
+    def look(trainer: Any, _: Any) -> None:
+        found.extend(optimizer.defers for optimizer in trainer.strategy.engine.offload._optimizers)
+
+    callbacks = [EMAWeightAveraging(decay=0.9), LambdaCallback(on_train_end=look)]
+    trainer = layout.trainer(max_epochs=1, callbacks=callbacks)
     trainer.fit(TinyGPT(), train_loader(layout, token_data(BATCH), BATCH))
-    return [optimizer.defers for optimizer in trainer.strategy.engine.offload._optimizers]
+    return found
 
 
 def test_nothing_is_put_off_while_a_callback_looks(ranks: Ranks) -> None:
@@ -226,6 +235,16 @@ def fit_again(layout: Layout) -> list[float]:
         losses.append(trainer.callback_metrics["train_loss_epoch"].item())
         first = trainer.optimizers  # noqa: F841
     return losses
+
+
+def fit_then_plainly(layout: Layout) -> float:
+    """Plain Lightning trains on what was trained with another strategy, whose Trainer is still there."""
+    torch.manual_seed(0)
+    module, trainers = TinyGPT(), []
+    for each in (layout, SINGLE):
+        trainers.append(each.trainer(max_epochs=1))
+        trainers[-1].fit(module, train_loader(each, token_data(3 * BATCH), BATCH))
+    return trainers[-1].callback_metrics["train_loss_epoch"].item()
 
 
 def clamped(layout: Layout) -> float:
@@ -257,7 +276,7 @@ def seen_by_a_function(layout: Layout) -> list[float]:
     return norms
 
 
-@pytest.mark.parametrize("run", [fit_again, clamped, seen_by_a_function])
+@pytest.mark.parametrize("run", [fit_again, fit_then_plainly, clamped, seen_by_a_function])
 def test_overlap_gives_way_to_whoever_looks(ranks: Ranks, one_process: OneProcess, run: Any) -> None:
     (found,) = ranks(1, run, ALL["zero1x1 optimizer off"])
     assert found == pytest.approx(one_process(run), rel=1e-5)
