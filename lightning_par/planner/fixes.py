@@ -60,7 +60,7 @@ def _more_machines(model: PlannedModel, cluster: Cluster, workload: Workload) ->
             if workload.global_batch is None
             else replace(workload, global_batch=workload.global_batch * 2**doubling)
         )
-        more = search(model, cluster.sized(nodes=nodes), load)
+        more = search(model, cluster.sized(nodes=nodes), load, any_will_do=True)
         if more.fitting:
             kind = max(more.fitting, key=lambda one: one.memory.margin).candidate.kind
             yield f"{nodes} machines instead of {cluster.nodes} (cluster.nodes={nodes}) would do, with {kind}."

@@ -90,8 +90,8 @@ class Found:
     num_considered: int = 0
 
 
-def search(model: PlannedModel, cluster: Cluster, workload: Workload) -> Found:
-    """Look at every layout of all the cluster's devices."""
+def search(model: PlannedModel, cluster: Cluster, workload: Workload, any_will_do: bool = False) -> Found:
+    """Look at every layout of all the cluster's devices, or only until one fits."""
     found = Found()
     layouts = list(_layouts(model, cluster, workload, found))
     starts = [
@@ -103,6 +103,8 @@ def search(model: PlannedModel, cluster: Cluster, workload: Workload) -> Found:
     for candidate in starts:
         if candidate.zero_stage == 0 or candidate.layout.data_parallel_size > 1:
             _consider(model, cluster, _checkpointed(candidate), found)
+            if any_will_do and found.fitting:
+                break
     if not found.fitting:
         for candidate in starts:
             if candidate.zero_stage > 0 and candidate.layout.pp == 1:
