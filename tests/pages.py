@@ -44,7 +44,7 @@ class Page(HTMLParser):
         self.links: list[str] = []
         self.texts: list[str] = []
         self.documents: dict[str, Any] = {}
-        self._section, self._json = "", ""
+        self._section, self._json, self._kind = "", "", ""
         self._skips = False
         self.feed(html)
         self.text = re.sub(r"\s+", " ", " ".join(self.texts))
@@ -57,9 +57,10 @@ class Page(HTMLParser):
             self._section = given.get("id", "")
         if tag == "script":
             self._json = given.get("id", self._section) if given.get("type") == "application/json" else ""
+        if "data-label" in given and tag == "div":
+            self._kind = given["class"].removeprefix("bar").strip()
         if "data-total" in given:
-            kind = given["class"].removeprefix("bar").strip()
-            bar = DrawnBar(given["data-label"], kind, float(given["data-total"]))
+            bar = DrawnBar(given["data-of"], self._kind, float(given["data-total"]))
             self.bars.setdefault(self._section, []).append(bar)
         if "data-part" in given:
             self.bars[self._section][-1].parts[given["data-part"]] = float(given["data-value"])

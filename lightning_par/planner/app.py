@@ -24,7 +24,7 @@ from lightning_par.planner.tables import print_plan
 from lightning_par.reports.page import check_path
 from lightning_par.reports.plan_page import write_plan_page
 
-__all__ = ["cluster_of", "flags_to_overrides", "plan_for", "run"]
+__all__ = ["cluster_of", "flags_to_overrides", "model_for", "plan_for", "run"]
 
 STDOUT = "-"
 _MODEL_GROUPS = ("model", "data", "optimizer")
@@ -75,22 +75,37 @@ def plan_for(config: Mapping[str, Any], overrides: Sequence[str] = ()) -> Plan:
     """
     cluster = cluster_of(config["cluster"])
     precision = config.get("precision") or ("bf16-mixed" if cluster.device.is_gpu else "32-true")
+    model, notes = model_for(config, precision, _name(overrides))
+    samples = config.get("global_batch") or config["data"].get("batch_size", 1) * cluster.num_devices
+    given = [word for word in overrides if word.split("=")[0].split(".")[0].lstrip("+") in _MODEL_GROUPS]
+    given = [word for word in given if word.split("=")[0] not in _OWN_KEYS]
+    return make_plan(model, cluster, Workload(global_batch=samples), given, notes)
+
+
+def model_for(
+    config: Mapping[str, Any], precision: str, name: str = "", tensor_parallel_plan: Mapping[str, str] | None = None
+) -> tuple[PlannedModel, list[str]]:
+    """The model of a resolved configuration, built without memory, and what a reader must know of its batch.
+
+    Args:
+        config: With ``model``, ``data`` and ``optimizer``.
+        precision: As ``Trainer(precision=...)``.
+        name: What to call it, its class's name by default.
+        tensor_parallel_plan: As the strategy's argument.
+
+    Raises:
+        ValueError: If the precision is unknown or the module has no parameters.
+    """
     with torch.device("meta"):
         module: nn.Module = instantiate(config["model"])
     if callable(configure := getattr(module, "configure_model", None)):
         configure()
     batch, notes = _batch_of(config["data"])
+    rule = optimizer_rule(instantiate(config["optimizer"]))
     model = PlannedModel(
-        module,
-        batch,
-        precision=precision,
-        optimizer=optimizer_rule(instantiate(config["optimizer"])),
-        name=_name(overrides, module),
+        module, batch, precision=precision, optimizer=rule, tensor_parallel_plan=tensor_parallel_plan, name=name
     )
-    samples = config.get("global_batch") or config["data"].get("batch_size", 1) * cluster.num_devices
-    given = [word for word in overrides if word.split("=")[0].split(".")[0].lstrip("+") in _MODEL_GROUPS]
-    given = [word for word in given if word.split("=")[0] not in _OWN_KEYS]
-    return make_plan(model, cluster, Workload(global_batch=samples), given, notes)
+    return model, notes
 
 
 def cluster_of(values: Mapping[str, Any]) -> Cluster:
@@ -105,9 +120,9 @@ def cluster_of(values: Mapping[str, Any]) -> Cluster:
     return measure_cluster(**arguments)
 
 
-def _name(overrides: Sequence[str], module: nn.Module) -> str:
-    chosen = [word.partition("=")[2] for word in overrides if word.startswith("model=")]
-    return chosen[-1] if chosen else type(module).__name__
+def _name(overrides: Sequence[str]) -> str:
+    """The configuration's name; empty for the default one, which is called by its class."""
+    return next((word.partition("=")[2] for word in reversed(overrides) if word.startswith("model=")), "")
 
 
 def _batch_of(node: Mapping[str, Any]) -> tuple[Any, list[str]]:

@@ -38,21 +38,28 @@ class Bar:
     """Segments one after the other.
 
     Attributes:
-        label: Whose bar it is; empty where it belongs to the bar above.
+        label: Whose bar it is.
         segments: Its parts; those of no size are not drawn.
         text: The sum for people.
-        kind: ``"best"``, ``"bad"``, ``"thin"`` (one of several below one label), ``"predicted"`` or empty.
+        kind: ``"best"``, ``"bad"`` or empty.
+        below: Thinner bars below the same label, such as those of other ranks or a prediction.
     """
 
     label: str
     segments: tuple[Segment, ...]
     text: str
     kind: str = ""
+    below: tuple[Bar, ...] = ()
 
     @property
     def total(self) -> float:
         """Sum of the parts."""
         return sum(segment.value for segment in self.segments)
+
+    @property
+    def with_below(self) -> tuple[Bar, ...]:
+        """Itself and the thinner ones."""
+        return (self, *self.below)
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ class BarChart:
     @property
     def scale(self) -> float:
         """The value at the right end."""
-        longest = max((bar.total for bar in self.bars), default=0.0)
+        longest = max((one.total for bar in self.bars for one in bar.with_below), default=0.0)
         if not self.lines:
             return longest or 1.0
         furthest = max(line.value for line in self.lines)
@@ -100,10 +107,9 @@ class BarChart:
     def legend(self) -> list[Segment]:
         """A segment of each name and place that is drawn, in the order of the bars."""
         found: dict[str, Segment] = {}
-        for bar in self.bars:
-            for segment in bar.segments:
-                if segment.value > 0:
-                    found.setdefault(segment.title, segment)
+        for segment in (segment for bar in self.bars for one in bar.with_below for segment in one.segments):
+            if segment.value > 0:
+                found.setdefault(segment.title, segment)
         return list(found.values())
 
 
