@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
@@ -92,11 +91,14 @@ class AutoStrategy(HybridStrategy):
         decided: list[Any] = [None, "", ""]
         if self.global_rank == 0:
             decided = self._decide(module, links.get("world"))
+        words = decided[1]
+        decided[1] = ""
         dist.broadcast_object_list(decided, 0, device=self.root_device)
-        candidate, words, error = decided
+        candidate, _, error = decided
         if error:
             raise MisconfigurationException(f"AutoStrategy found no layout for {type(module).__name__}. {error}")
-        rank_zero_info(words)
+        if words:
+            print(words, flush=True)  # a choice made for the user is said whatever loggers are set to
         return candidate
 
     def _decide(self, module: pl.LightningModule, link: Link | None) -> list[Any]:

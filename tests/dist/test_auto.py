@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -55,11 +57,11 @@ def _fit(memory: float) -> tuple[AutoStrategy, TinyGPT]:
 
 
 def choice(memory: float) -> tuple[Candidate | None, dict[str, int], dict[str, int], str, dict[str, torch.Tensor]]:
-    """What was chosen, what the mesh and the states are, and the weights after training."""
-    strategy, module = _fit(memory)
+    """What was chosen, what the mesh and the states are, what was printed, and the weights after training."""
+    with redirect_stdout(StringIO()) as printed:
+        strategy, module = _fit(memory)
     mesh = dict(zip(strategy.mesh.mesh_dim_names or (), strategy.mesh.shape, strict=True))
-    reason = "" if strategy.plan is None else strategy.plan.recommended.reason  # type: ignore[union-attr]
-    return strategy.candidate, mesh, dict(strategy.model_state_bytes()), reason, whole_weights(module)
+    return strategy.candidate, mesh, dict(strategy.model_state_bytes()), printed.getvalue(), whole_weights(module)
 
 
 def test_ranks_agree_on_a_layout_and_train_with_it(ranks: Ranks) -> None:
@@ -73,7 +75,8 @@ def test_ranks_agree_on_a_layout_and_train_with_it(ranks: Ranks) -> None:
         for name, weight in weights.items():
             assert relative_difference(weight, found[0][4][name]) == 0, name
     assert "each device can hold the whole model" in found[0][3]
-    assert found[1][3] == ""  # one rank decides
+    assert found[0][3].startswith(f"AutoStrategy: {candidate.describe()}. Training takes")
+    assert "AutoStrategy" not in found[1][3]  # one rank decides
 
 
 def test_little_memory_makes_it_share_the_states(ranks: Ranks) -> None:
