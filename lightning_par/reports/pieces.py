@@ -79,12 +79,14 @@ class BarChart:
         lines: Across them.
         caption: A sentence below.
         title: A heading of its own, empty where the section's serves.
+        alike: Whether bars below others are of their kind, such as other ranks, and as thick.
     """
 
     bars: tuple[Bar, ...]
     lines: tuple[Line, ...] = ()
     caption: str = ""
     title: str = ""
+    alike: bool = False
 
     @property
     def scale(self) -> float:
@@ -105,12 +107,11 @@ class BarChart:
 
     @property
     def legend(self) -> list[Segment]:
-        """A segment of each name and place that is drawn, in the order of the bars."""
-        found: dict[str, Segment] = {}
-        for segment in (segment for bar in self.bars for one in bar.with_below for segment in one.segments):
-            if segment.value > 0:
-                found.setdefault(segment.title, segment)
-        return list(found.values())
+        """A segment of each name and place that is drawn, in the order of the parts."""
+        segments = [segment for bar in self.bars for one in bar.with_below for segment in one.segments]
+        order = dict.fromkeys(segment.title for segment in segments)
+        drawn = {segment.title: segment for segment in segments if segment.value > 0}
+        return [drawn[title] for title in order if title in drawn]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from lightning_par.planner.app import model_for
 from lightning_par.planner.choice import Candidate
 from lightning_par.planner.cluster import Cluster
 from lightning_par.planner.measure import measure_cluster
-from lightning_par.planner.memory import state_bytes
+from lightning_par.planner.memory import predict_memory, state_bytes
 from lightning_par.planner.model import PlannedModel
 from lightning_par.planner.plan import StepTime
 from lightning_par.planner.time import predict_time
@@ -36,11 +36,13 @@ class Prediction:
     Attributes:
         time: Of a step on this machine; ``None`` where nothing is predicted.
         state_bytes: Model state of the rank that holds most.
+        memory_bytes: Of the fullest rank at its fullest moment, what the runtime takes included.
         reason: Why nothing is predicted.
     """
 
     time: StepTime | None = None
     state_bytes: int = 0
+    memory_bytes: int = 0
     reason: str = ""
 
 
@@ -71,7 +73,8 @@ class Predictor:
         model, cluster = self._model(config), self._cluster(config, summary["world_size"])
         states = [state_bytes(model, candidate, rank) for rank in range(candidate.layout.pp)]
         largest = max(one.parameters + one.gradients + one.optimizer for one in states)
-        return Prediction(predict_time(model, cluster, candidate), largest)
+        memory = predict_memory(model, cluster, candidate).total
+        return Prediction(predict_time(model, cluster, candidate), largest, memory)
 
     def _model(self, config: Mapping[str, Any]) -> PlannedModel:
         plan, precision = config["strategy"].get("tensor_parallel_plan"), _precision(config["trainer"])

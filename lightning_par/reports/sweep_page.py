@@ -109,17 +109,21 @@ def _time_chart(done: Sequence[_Job]) -> BarChart:
 
 
 def _memory_chart(done: Sequence[_Job]) -> BarChart:
-    found = ((job, job.record.summary.get("peak_memory_bytes")) for job in done)
-    bars = [
-        _by_rank(job, [(Segment("peak", size, gigabytes(size)),) for size in sizes]) for job, sizes in found if sizes
-    ]
-    return BarChart(tuple(bars), caption="The most that each rank took: allocated on its GPU, or resident on the host.")
+    bars = []
+    for job in done:
+        ranks = [
+            (Segment("peak", size, gigabytes(size)),) for size in job.record.summary.get("peak_memory_bytes") or []
+        ]
+        if ranks:
+            bars.append(_by_rank(job, ranks, job.prediction.memory_bytes))
+    caption = "The most that each rank took: allocated on its GPU, or resident on the host with all of Python."
+    return BarChart(tuple(bars), caption=caption, alike=True)
 
 
 def _state_chart(done: Sequence[_Job]) -> BarChart:
     found = ((job, job.record.summary.get("model_state_by_place")) for job in done)
     bars = [_by_rank(job, [_state_segments(places) for places in ranks]) for job, ranks in found if ranks]
-    return BarChart(tuple(bars), caption="Read off the tensors of each rank after a step. Hatched: not on the device.")
+    return BarChart(tuple(bars), caption="Read off the tensors of each rank after a step.", alike=True)
 
 
 def _state_segments(places: dict[str, dict[str, int]]) -> tuple[Segment, ...]:
@@ -131,13 +135,17 @@ def _state_segments(places: dict[str, dict[str, int]]) -> tuple[Segment, ...]:
     )
 
 
-def _by_rank(job: _Job, ranks: Sequence[tuple[Segment, ...]]) -> Bar:
+def _by_rank(job: _Job, ranks: Sequence[tuple[Segment, ...]], predicted: int = 0) -> Bar:
     bars = [
         Bar(f"{job.label}, rank {rank}", parts, gigabytes(sum(part.value for part in parts)))
         for rank, parts in enumerate(ranks)
     ]
     largest = max(bars, key=lambda bar: bar.total)
     text = largest.text if len(bars) == 1 else f"{len(bars)} ranks, at most {largest.text}"
+    if predicted:
+        words = gigabytes(predicted)
+        text += f", predicted {words}"
+        bars.append(Bar(f"{job.label}, predicted", (Segment("predicted", predicted, words),), words))
     first, *others = bars
     return Bar(job.label, first.segments, text, below=tuple(others))
 
@@ -192,7 +200,7 @@ def _table(jobs: Sequence[_Job], shared: Sequence[str]) -> Table:
 
 
 def _predictions(done: Sequence[_Job]) -> Table:
-    names = ("job", "state a rank", "predicted", "moved a step", "predicted", "step", "predicted", "predicted/measured")
+    names = ("job", "state bytes", "predicted", "moved a step", "predicted", "step", "predicted", "ratio")
     rows = []
     for job in done:
         if job.prediction.time is None:

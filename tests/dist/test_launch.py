@@ -325,6 +325,7 @@ def test_sweep_runs_each_job_once_and_goes_on_after_a_failure(tmp_path: Path) ->
     command = ["app/app.py", "-m", "job=a,b,c", f"marks={marks}", "hydra.sweep.dir=sweep"]
     code, output, errors = run_program(command, tmp_path, PROGRAM_SECONDS)
     assert code == 1, errors
+    assert "was killed by SIGKILL" in (tmp_path / "sweep" / "sweep.html").read_text()
     with (tmp_path / "sweep" / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["job"], row["status"], row["world_size"], row["objective"]) for row in rows] == [

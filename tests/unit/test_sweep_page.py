@@ -87,7 +87,7 @@ def test_measurements_are_there_with_their_numbers(page_path: Path) -> None:
     assert time[second] == 0.1
     memory = {bar.label: bar.total for bar in page.bars["memory"]}
     assert memory[f"{first}, rank 1"] == 7e6
-    assert len(memory) == 4
+    assert len(memory) == 5  # two ranks of two jobs, and the prediction of the one
     assert page.bars["state"][0].parts == {"parameters": 1000, "gradients": 1000, "optimizer, host": 2000}
     assert page.bars["traffic"][0].parts == {"dp_shard": 6e6, "tp": 1e6}
     assert f"100 ms shortest step: {second}" in page.text
@@ -101,6 +101,8 @@ def test_predictions_stand_beside_them(sweep: Path, page_path: Path) -> None:
     record = collect_jobs(sweep)[0]
     prediction = Predictor(clusters={(2, 1, "auto"): MACHINE}).predict(record)
     assert prediction.time is not None
+    memory = {bar.label: bar.total for bar in page.bars["memory"]}
+    assert memory["#0 strategy=zero2, predicted"] == prediction.memory_bytes > prediction.state_bytes
     time = {bar.label: bar.total for bar in page.bars["time"]}
     assert time["#0 strategy=zero2, predicted"] == pytest.approx(prediction.time.total)
     # float32 weights, gradients and two moments of every parameter, over two ranks, and a step count for each tensor
