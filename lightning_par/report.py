@@ -113,7 +113,7 @@ class SweepReport(Callback):
         records = collect_jobs(directory, self._sweep)
         write_csv(records, directory / CSV_FILE)
         _print_table(records)
-        print(f"The same as a page: {write_sweep_page(records, directory / PAGE_FILE)}", flush=True)
+        _write_page(records, directory)
         failed = [record for record in records if record.status == FAILED]
         if failed:
             names = ", ".join(f"#{record.number} ({record.directory / ERROR_FILE})" for record in failed)
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     _print_table(records)
-    print(f"The same as a page: {write_sweep_page(records, directory / PAGE_FILE)}")
+    _write_page(records, directory)
     return int(any(record.status == FAILED for record in records))
 
 
@@ -149,6 +149,16 @@ def _print_table(records: Sequence[JobRecord]) -> None:
     terminal = Console()
     console = terminal if terminal.is_terminal else Console(width=PLAIN_WIDTH)
     console.print(sweep_table(records))
+
+
+def _write_page(records: Sequence[JobRecord], directory: Path) -> None:
+    path = directory / PAGE_FILE
+    try:
+        write_sweep_page(records, path)
+    except Exception as error:  # a picture of the sweep must not cost its exit code, which Hydra would drop then
+        print(f"{path} could not be written: {_first_line(error)}", file=sys.stderr, flush=True)
+    else:
+        print(f"The same as a page: {path}", flush=True)
 
 
 def _planned_groups(config: DictConfig) -> dict[str, Any]:

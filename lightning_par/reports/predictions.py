@@ -107,9 +107,9 @@ def candidate_of(config: Mapping[str, Any], layout: Mapping[str, int]) -> Candid
     degrees = ParallelLayout(**layout)
     size, number, schedule, stages = batch, accumulate, "", 1
     if degrees.pp > 1:
-        chosen = schedule_named(strategy["schedule"])
-        number = strategy["num_microbatches"] or default_num_microbatches(chosen, batch, degrees.pp)
-        stages = check_num_virtual_stages(chosen, strategy["num_virtual_stages"])
+        chosen = schedule_named(strategy.get("schedule") or "1f1b")
+        number = strategy.get("num_microbatches") or default_num_microbatches(chosen, batch, degrees.pp)
+        stages = check_num_virtual_stages(chosen, strategy.get("num_virtual_stages"))
         size, schedule = batch // number, chosen.name
     return Candidate(
         layout=degrees,
@@ -118,7 +118,7 @@ def candidate_of(config: Mapping[str, Any], layout: Mapping[str, int]) -> Candid
         num_microbatches=number,
         schedule=schedule,
         num_virtual_stages=stages,
-        activation_checkpointing=strategy["activation_checkpointing"],
+        activation_checkpointing=strategy.get("activation_checkpointing") or False,
     )
 
 

@@ -111,7 +111,11 @@ _LOOK = """
     box.dispatchEvent(new Event("input"));
     const left = [...document.querySelectorAll("#rejected-list details")].filter((item) => item.offsetHeight > 0);
     const chart = document.querySelector("#memory .fill");
+    const button = document.querySelector(".command button");
+    button.click();
+    await new Promise((done) => setTimeout(done, 200));
     return {
+        button: button.textContent,
         left: left.map((item) => item.querySelector("b").textContent),
         overflow: document.documentElement.scrollWidth - innerWidth,
         shares: [...chart.children].map((part) => part.getBoundingClientRect().width / chart.clientWidth),
@@ -126,6 +130,7 @@ def test_in_a_browser(plan: Plan, path: Path, tmp_path: Path, width: int) -> Non
     assert plan.recommended is not None
     found = in_browser(path, tmp_path, _LOOK, width)
     assert found["left"] == ["TP of 5"]
+    assert found["button"] == "Copied"
     assert found["overflow"] <= 0
     sizes = [size for part in MemoryBreakdown.PARTS if (size := getattr(plan.recommended.memory, part))]
     expected = [size / plan.recommended.memory.total for size in sizes]

@@ -119,6 +119,14 @@ def test_failed_job_is_recorded_and_ends_the_sweep_with_one(tmp_path: Path, caps
     assert json.loads((tmp_path / "1" / "job.json").read_text())["objective"] is None
 
 
+def test_a_page_that_cannot_be_written_costs_no_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sweep.html").mkdir()
+    run_sweep(report := SweepReport(), tmp_path, [2.5, ValueError("boom")])
+    with pytest.raises(SystemExit):
+        report.on_multirun_end(hydra_config(tmp_path, 0))
+    assert "sweep.html could not be written: IsADirectoryError" in capsys.readouterr().err
+
+
 def test_rank_failure_shows_the_ranks_traceback_and_not_the_parents(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
