@@ -61,11 +61,14 @@ def predict_memory(model: PlannedModel, cluster: Cluster, candidate: Candidate) 
 def _of_rank(model: PlannedModel, cluster: Cluster, candidate: Candidate, held: Held) -> MemoryBreakdown:
     sharding = Sharding.of(candidate)
     states = _states(model, held, sharding)
-    moment = fullest_moment(candidate, held, sharding, states)
+    gathered, buffers_of = _whole_units(model, held, sharding)
+    # An accelerator's allocator keeps what another stream has used, so buffers count at every moment there.
+    kept = cluster.device.is_gpu
+    moment = fullest_moment(candidate, held, sharding, states, (0, 0) if kept else buffers_of)
     on_host = candidate.offload != "" and cluster.device.is_gpu
     keeps = candidate.offload != "all"
     largest = max((unit.numel for unit, _, _ in held.units()), default=0)
-    gathered, communication = _whole_units(model, held, sharding)
+    communication = _kept_buffers(model, held, sharding) if kept else moment.communication
     buffers = sum(section.buffers * count for section, count in held.sections())
     batch = candidate.batch_size if candidate.layout.pp > 1 else candidate.micro_batch_size
     host = host_bytes(states, candidate) if candidate.offload else 0
@@ -96,13 +99,13 @@ def host_bytes(states: States, candidate: Candidate) -> int:
     return states.parameters + states.gradients + states.optimizer if candidate.offload else 0
 
 
-def _whole_units(model: PlannedModel, held: Held, sharding: Sharding) -> tuple[int, int]:
-    """Bytes of parameters gathered at once, and of the buffers that gather and reduce them.
+def _whole_units(model: PlannedModel, held: Held, sharding: Sharding) -> tuple[int, tuple[int, int]]:
+    """Bytes of parameters gathered at once, and of the buffers that a block and the root are gathered and reduced in.
 
     Freed units leave two at a time, the one in use and the one fetched ahead, beside the root's, which stay.
     """
     if not sharding.wraps:
-        return 0, 0
+        return 0, (0, 0)
     itemsize = model.compute_itemsize
     root = sum(unit.numel * count for unit, count, is_root in held.units() if is_root)
     root -= sum(shape.numel for shape in held.tied)
@@ -110,7 +113,18 @@ def _whole_units(model: PlannedModel, held: Held, sharding: Sharding) -> tuple[i
     largest = max((numel for numel, _ in blocks), default=0)
     total = sum(numel * count for numel, count in blocks)
     at_once = min(total, 2 * largest) if sharding.frees else total
-    # One flat buffer that a unit is gathered into, and one that its gradients are summed in.
-    flat = max(largest, root)
-    trained = any(shape.trains for shape, _ in held.shapes())
-    return int((root + at_once) * itemsize), int(flat * itemsize + (flat * REDUCED if trained else 0))
+    # One flat buffer that a unit is gathered into, if it is anew, and one that its gradients are summed in.
+    reduced = REDUCED if any(shape.trains for shape, _ in held.shapes()) else 0
+    block = largest * (reduced + (itemsize if sharding.frees else 0))
+    return int((root + at_once) * itemsize), (int(block), int(root * reduced))
+
+
+def _kept_buffers(model: PlannedModel, held: Held, sharding: Sharding) -> int:
+    """Bytes of a buffer that the largest unit (or the root) is gathered into, and one that it is reduced in."""
+    if not sharding.wraps:
+        return 0
+    root = sum(unit.numel * count for unit, count, is_root in held.units() if is_root)
+    root -= sum(shape.numel for shape in held.tied)
+    flat = max([root, *(unit.numel for unit, _, is_root in held.units() if not is_root)])
+    reduced = REDUCED if any(shape.trains for shape, _ in held.shapes()) else 0
+    return flat * (model.compute_itemsize + reduced)

@@ -21,21 +21,33 @@ class Moment:
         name: When, in words.
         activations: Bytes that wait for their backward, and what runs needs.
         gradients: Bytes of gradients.
+        communication: Bytes of buffers that units are gathered and reduced in.
     """
 
     name: str
     activations: float
     gradients: int
+    communication: int = 0
 
     @property
     def total(self) -> float:
-        """Bytes of both."""
-        return self.activations + self.gradients
+        """Bytes of all."""
+        return self.activations + self.gradients + self.communication
 
 
-def fullest_moment(candidate: Candidate, held: Held, sharding: Sharding, states: States) -> Moment:
-    """The moment of most bytes of one rank's step."""
-    return max(_Step(candidate, held, sharding, states).moments(), key=lambda moment: moment.total)
+def fullest_moment(
+    candidate: Candidate, held: Held, sharding: Sharding, states: States, buffers: tuple[int, int] = (0, 0)
+) -> Moment:
+    """The moment of most bytes of one rank's step.
+
+    Args:
+        candidate: How it is laid out.
+        held: What the rank holds.
+        sharding: How its states are spread.
+        states: Their bytes.
+        buffers: Bytes in which a block, and the root, are gathered and reduced.
+    """
+    return max(_Step(candidate, held, sharding, states, buffers).moments(), key=lambda moment: moment.total)
 
 
 def hidden_bytes(held: Held, candidate: Candidate) -> float:
@@ -46,7 +58,10 @@ def hidden_bytes(held: Held, candidate: Candidate) -> float:
 class _Step:
     """One rank's step."""
 
-    def __init__(self, candidate: Candidate, held: Held, sharding: Sharding, states: States) -> None:
+    def __init__(
+        self, candidate: Candidate, held: Held, sharding: Sharding, states: States, buffers: tuple[int, int]
+    ) -> None:
+        self._block_buffers, self._root_buffers = buffers
         self._candidate, self._held, self._sharding, self._states = candidate, held, sharding, states
         self._samples = candidate.micro_batch_size
         self._sections = list(held.sections())
@@ -87,13 +102,16 @@ class _Step:
             again = section.kept.at(self._samples) - own / max(1, count) if section.blocks else 0.0
             peak = section.backward_peak.at(self._samples) + max(0.0, again)
             name = f"backward of {section.name}"
-            yield Moment(name, alive + peak, gradients)
+            buffers = self._block_buffers if section.blocks else 0
+            yield Moment(name, alive + peak, gradients, buffers)
             new = sum(self._sharding.gradient(shape) for shape in section.shapes if shape.trains) if grows else 0
             if section.blocks and grows:
                 # The last of a run of like blocks: the others' activations are gone, their gradients there.
-                yield Moment(name, alive - own * (count - 1) / count + peak, gradients + new * (count - 1))
+                left = alive - own * (count - 1) / count
+                yield Moment(name, left + peak, gradients + new * (count - 1), buffers)
             alive -= own
             gradients += new * count
+        yield Moment("reduction of the root", alive, gradients, self._root_buffers)
 
     def _optimizer_step(self) -> Moment:
         trained = [shape for shape, _ in self._held.shapes() if shape.trains]
