@@ -64,10 +64,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Line:
-    """A line across all bars, such as a device's memory."""
+    """A line across all bars, such as a device's memory: where, what (left out on narrow screens), and how much."""
 
     value: float
-    label: str
+    name: str
+    text: str
 
 
 @dataclass(frozen=True)

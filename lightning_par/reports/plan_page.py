@@ -72,8 +72,8 @@ def _memory_chart(plan: Plan) -> BarChart:
     bars += [_memory_bar(rejected.closest, "bad") for rejected in plan.rejected if rejected.closest]
     capacity = plan.cluster.device.memory
     lines = (
-        Line(MEMORY_LINE * capacity, f"{MEMORY_LINE:.0%}: {gigabytes(MEMORY_LINE * capacity)}"),
-        Line(capacity, f"device: {gigabytes(capacity)}"),
+        Line(MEMORY_LINE * capacity, f"{MEMORY_LINE:.0%}: ", gigabytes(MEMORY_LINE * capacity)),
+        Line(capacity, "device: ", gigabytes(capacity)),
     )
     return BarChart(
         tuple(bars),
