@@ -27,7 +27,7 @@ from lightning_par.data_parallel import (
     places_in_several,
     whole_parameters,
 )
-from lightning_par.gradients import NormScope
+from lightning_par.gradients import NormScope, is_sharded, local
 from lightning_par.layout import ParallelLayout
 from lightning_par.materialize import check_can_materialize
 from lightning_par.model_state import count_parameters
@@ -212,6 +212,33 @@ class ParallelEngine:
     def gathers_in_forward(self) -> bool:
         """Whether a forward is a collective of the data axis."""
         return self._settings.policy.shards and self.layout.data_parallel_size > 1
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether the present step is not the last of its accumulation window."""
+        return not self._is_last_micro_batch
+
+    @property
+    def whole_in_step(self) -> tuple[str, ...]:
+        """What is sharded at rest and whole while a step runs: ``"parameters"``, ``"gradients"``."""
+        policy = self._settings.policy
+        if not policy.shards:
+            return ()
+        kinds = {"parameters": not policy.frees_after_use, "gradients": not policy.reduces_each_micro_batch}
+        return tuple(kind for kind, is_whole in kinds.items() if is_whole)
+
+    def step_bytes(self) -> int:
+        """Bytes of model state that a step holds on this rank on top of those at rest: :attr:`whole_in_step`."""
+        shards = self.layout.dp_shard
+        sharded = [p for p in self.parameters() if shards > 1 and is_sharded(p, "dp_shard")]
+        own = [local(p.detach()) for p in sharded]
+        trained = [local(p.detach()) for p in sharded if p.requires_grad]
+        dtype = self._settings.parameter_dtype
+        sizes = {
+            "parameters": sum(part.numel() * (dtype or part.dtype).itemsize for part in own),
+            "gradients": sum(part.nbytes for part in trained),
+        }
+        return shards * sum(sizes[kind] for kind in self.whole_in_step)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

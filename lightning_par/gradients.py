@@ -17,7 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["NormScope", "clip_by_norm_", "clip_by_value_", "local", "total_norm", "whole"]
+__all__ = [
+    "NormScope",
+    "clip_by_norm_",
+    "clip_by_value_",
+    "is_sharded",
+    "local",
+    "scale_gradients",
+    "total_norm",
+    "whole",
+]
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,11 @@ class NormScope:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of ``tensor``: its shard if it is a DTensor, else the tensor itself. Shares memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_sharded(tensor: Tensor, axis: str) -> bool:
+    """Whether ``tensor`` is cut over that axis of the mesh."""
+    return isinstance(tensor, DTensor) and axis in (tensor.device_mesh.mesh_dim_names or ())
 
 
 @torch.no_grad()
@@ -120,6 +134,13 @@ def clip_by_value_(parameters: Iterable[Tensor], max_value: float) -> None:
     """Clamp every gradient element in place to ``[-max_value, max_value]``."""
     for grad in _local_grads(parameters):
         grad.clamp_(-max_value, max_value)
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply every gradient in place."""
+    for grad in _local_grads(parameters):
+        grad.mul_(factor)
 
 
 def _local_grads(parameters: Iterable[Tensor]) -> list[Tensor]:

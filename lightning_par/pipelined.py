@@ -22,10 +22,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_par.data_parallel import defer_reduction, reduce_now, set_last_micro_batch
 from lightning_par.engine import ParallelEngine
 from lightning_par.layout import ParallelLayout
+from lightning_par.loss_weights import LossWeights
 from lightning_par.pipeline_parallel.link import GradientSteering
+from lightning_par.pipeline_parallel.mean_check import LossMismatch, compare_losses
 from lightning_par.pipeline_parallel.microbatches import batch_size_of, num_parts, split
+from lightning_par.pipeline_parallel.outputs import loss_of, num_samples_of
 from lightning_par.pipeline_parallel.placement import build_stages
-from lightning_par.pipeline_parallel.runtime import Call, Pipeline, loss_of
+from lightning_par.pipeline_parallel.runtime import Call, Pipeline
 from lightning_par.pipeline_parallel.same_batch import check_same_batch
 from lightning_par.pipeline_parallel.schedules import (
     Schedule,
@@ -153,6 +156,8 @@ class PipelinedEngine(ParallelEngine):
         self._seeds = random.Random(int(torch.randint(2**62, ())))
         self._batch_seed = 0
         self._context: Context = nullcontext  # any until the first batch
+        self._received: dict[int, Tensor] = {}
+        self._mismatch: LossMismatch | None = None
 
     def _split(self) -> list[Any]:
         options = self.options
@@ -192,7 +197,12 @@ class PipelinedEngine(ParallelEngine):
         return boxed[0]
 
     def train_batch(
-        self, args: tuple[Any, ...], loss_scale: float, context: Context, step: Step = "training_step"
+        self,
+        args: tuple[Any, ...],
+        loss_scale: float,
+        context: Context,
+        step: Step = "training_step",
+        weights: LossWeights | None = None,
     ) -> list[Any]:
         """Forward and backward of a batch; :meth:`hand_over_gradients` then gives parameters their gradients.
 
@@ -201,6 +211,7 @@ class PipelinedEngine(ParallelEngine):
             loss_scale: Factor of the batch's loss before its backward.
             context: Entered around each forward of a stage.
             step: What to run.
+            weights: What losses that say their number of samples are weighted by; ``None`` for none.
 
         Returns:
             What the step returned for each micro-batch, on the ranks with the last stage; else an empty list.
@@ -209,12 +220,47 @@ class PipelinedEngine(ParallelEngine):
         earlier = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
+        if weights is not None:
+            weights.guess(batch_size_of(args[0]))
+
+        def weigh(output: Any) -> float:
+            num_samples = None if weights is None else num_samples_of(output)
+            return 1 / len(calls) if weights is None or num_samples is None else weights.factor(num_samples)
+
         with self._steps(step, args[0], context):
-            outputs = self._pipeline.train(calls, self._shape_of(calls), loss_scale / len(calls))
+            outputs = self._pipeline.train(calls, self._shape_of(calls), loss_scale, weigh)
+            if weights is not None and self._received and self._error is None and len(calls) > 1:
+                self._mismatch = self._compare_losses(calls, Call(step, args, {}))
         self._fresh = [parameter.grad for parameter in self._parameters]
         for parameter, gradient in zip(self._parameters, earlier, strict=True):
             parameter.grad = gradient
         return outputs
+
+    def _compare_losses(self, calls: Sequence[Call], whole: Call) -> LossMismatch | None:
+        """On the last stage, of one of the first batches: is its loss the mean over micro-batches?"""
+        tree = self._tree_of[self._num_stages - 1]
+        hidden = [self._received[number] for number in range(len(calls))]
+        tree.step_module.verify, tree.step_module.on_entry = False, None
+
+        def run(received: tuple[Tensor, ...], call: Call) -> Any:
+            return tree(*received, method=call.method, args=call.args, kwargs=call.kwargs)
+
+        try:
+            with self._context(False):  # logs and counts nothing
+                return compare_losses(run, calls, whole, hidden, {self.module, tree.module})
+        finally:
+            tree.release()  # the module shows its shards again
+
+    @property
+    def whole_in_step(self) -> tuple[str, ...]:
+        """As in other engines; a split backward keeps all until its last half."""
+        shards = self._settings.policy.shards
+        return ("parameters", "gradients") if shards and self.schedule.splits_backward else super().whole_in_step
+
+    def take_mismatch(self) -> LossMismatch | None:
+        """On the last stage: the losses of the last batch, if it was among the first and they do not fit."""
+        mismatch, self._mismatch = self._mismatch, None
+        return mismatch
 
     def evaluate_batch(
         self, method: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Context
@@ -253,11 +299,6 @@ class PipelinedEngine(ParallelEngine):
         policy = self._settings.policy
         waits = not policy.reduces_each_micro_batch or self.layout.dp_replicate > 1
         return self._settings.composes_units and waits and not self.schedule.splits_backward
-
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether the present step is not the last of its accumulation window."""
-        return not self._is_last_micro_batch
 
     def before_backward(self) -> None:
         """Tell the engine that a backward begins."""
@@ -338,8 +379,11 @@ class PipelinedEngine(ParallelEngine):
         if self._is_verifying:
             check_same_batch(batch, [self._group, self.mesh.get_group("tp")], self.device)
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            yield
+        try:
+            with torch.random.fork_rng(devices=devices):
+                yield
+        finally:
+            self._received = {}
         if self._is_verifying:
             self._raise_together()
 
@@ -354,6 +398,9 @@ class PipelinedEngine(ParallelEngine):
                 output = tree(*hidden, method=call.method, args=call.args, kwargs=call.kwargs)
             if is_last and torch.is_grad_enabled():
                 loss_of(output)  # what has none is refused here, where all get to know
+                num_samples_of(output)
+                if self._is_verifying:
+                    self._received[microbatch] = hidden[0].detach()
             return output
         except Exception as error:
             if not self._is_verifying:

@@ -11,7 +11,7 @@ from lightning.fabric.plugins.precision import Precision
 from torch import Tensor
 
 from lightning_par.pipeline_parallel.microbatches import merge
-from lightning_par.pipeline_parallel.runtime import loss_of
+from lightning_par.pipeline_parallel.outputs import loss_of
 from lightning_par.pipelined import PipelinedEngine
 
 __all__ = ["GradientHandover"]

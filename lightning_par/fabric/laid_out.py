@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_par.engine import ParallelEngine
 from lightning_par.fabric.handover import GradientHandover
 from lightning_par.pipeline_parallel.microbatches import merge
-from lightning_par.pipeline_parallel.runtime import loss_of
+from lightning_par.pipeline_parallel.outputs import loss_of
 from lightning_par.pipelined import PipelinedEngine
 from lightning_par.strategies.mirror import Pair
 

@@ -23,7 +23,7 @@ from lightning_par.fabric.launcher import FabricLauncher
 from lightning_par.fabric.optimizers import Repointing, owner_of
 from lightning_par.gradients import clip_by_norm_, clip_by_value_
 from lightning_par.offload import stepped_parameters
-from lightning_par.pipeline_parallel.runtime import loss_of
+from lightning_par.pipeline_parallel.outputs import loss_of
 from lightning_par.strategies.data import check_equal_lengths, lockstep, seed_workers
 from lightning_par.strategies.hybrid import Hybrid
 from lightning_par.strategies.precision import scale_together

@@ -159,6 +159,11 @@ class ModelOffload:
             steps = steps_in_backward and self._final_in_backward
             optimizer.steps_in_backward = steps and optimizer.takes_gradients
 
+    def hold_steps(self) -> None:
+        """Step nothing in backward: gradients are going to change after it."""
+        for optimizer in self._optimizers:
+            optimizer.steps_in_backward = False
+
     def before_backward(self, is_first: bool, is_last: bool) -> None:
         """A backward begins.
 

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_par.pipeline_parallel.link import GradientSteering, LinkedStage
+from lightning_par.pipeline_parallel.outputs import loss_of
 from lightning_par.pipeline_parallel.schedules import Schedule, check_num_microbatches
 from lightning_par.step import Step
 
-__all__ = ["Call", "Pipeline", "loss_of"]
+__all__ = ["Call", "Pipeline"]
 
 _MAX_SHAPES = 64
 """Shapes of batches whose links are kept."""
@@ -68,6 +69,7 @@ class Pipeline:
         self._calls: Sequence[Call] = ()
         self._outputs: dict[int, Any] = {}
         self._loss_scale = 1.0
+        self._weigh: Callable[[Any], float] = lambda output: 1.0
 
     @property
     def holds_last(self) -> bool:
@@ -79,13 +81,14 @@ class Pipeline:
         """Rank in the group that holds the last stage."""
         return self._rank_of_stage[-1]
 
-    def train(self, calls: Sequence[Call], shape: Any, loss_scale: float) -> list[Any]:
+    def train(self, calls: Sequence[Call], shape: Any, loss_scale: float, weigh: Callable[[Any], float]) -> list[Any]:
         """Forward and backward of one batch. A collective of the group.
 
         Args:
             calls: The micro-batches.
             shape: Whatever tells batches apart whose hidden states differ in shape.
             loss_scale: Factor of each micro-batch's loss before its backward.
+            weigh: A further one, by what the step returned for it.
 
         Returns:
             What the user's step returned for each micro-batch, where the last stage is; else an empty list. Tensors are
@@ -93,6 +96,7 @@ class Pipeline:
         """
         self._begin(calls)
         self._loss_scale = loss_scale
+        self._weigh = weigh
         links = self._links_for(shape, len(calls), backward=True)
         if self._suits(len(calls)):
             self._run_schedule(links, shape)
@@ -166,7 +170,7 @@ class Pipeline:
             return ()
         loss = loss_of(output).reshape(())
         self._outputs[microbatch] = _detached({**output, "loss": loss} if isinstance(output, Mapping) else loss)
-        return loss
+        return loss * self._weigh(output)
 
     def _run_schedule(self, links: list[LinkedStage], shape: Any) -> None:
         key = (shape, len(self._calls), True)
@@ -222,21 +226,6 @@ def ranks_of_stages(schedule: Schedule, num_stages: int, num_ranks: int) -> list
     if schedule.placement == "v":
         return [min(index, num_stages - 1 - index) for index in range(num_stages)]
     return [index % num_ranks for index in range(num_stages)]
-
-
-def loss_of(output: Any) -> Tensor:
-    """The loss in what a training step returned.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ValueError(
-            f"The step returned {type(output).__name__}, but training needs the loss: a tensor of one element, "
-            "or a dictionary with one under 'loss'. A step can't be skipped by returning None."
-        )
-    return loss
 
 
 def _detached(output: Any) -> Any:

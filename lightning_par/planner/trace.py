@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_par.pipeline_parallel.runtime import loss_of
+from lightning_par.pipeline_parallel.outputs import loss_of
 from lightning_par.planner.batches import fake_batch
 from lightning_par.planner.ledger import Entry, Ledger
 from lightning_par.planner.stand_in import CountingAxis, fake_copy, like_blocks, outline, skip_like

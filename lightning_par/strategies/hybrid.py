@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,6 +17,7 @@ from lightning_par.gradients import local
 from lightning_par.layout import AUTO, Degree
 from lightning_par.model_state import ModelStateBytes, expected_state_bytes, measure_state_bytes, total_state_bytes
 from lightning_par.offload import Offload, resolve_offload
+from lightning_par.pipeline_parallel.schedules import schedule_named
 from lightning_par.pipelined import PipelinedEngine, PipelineOptions
 from lightning_par.random_state import share_random_state
 from lightning_par.strategies.checkpoints import Checkpoints
@@ -164,6 +166,21 @@ class Hybrid(Checkpoints):
         """Bytes per rank that the formula gives for Adam (:func:`~lightning_par.model_state.expected_state_bytes`)."""
         return expected_state_bytes(self.engine.parameters(), self.holds_optimizer_state)
 
+    def expected_step_bytes(self) -> int:
+        """The same while a step runs, with what its ZeRO stage and schedule keep whole until its last backward."""
+        return self.expected_model_state_bytes() + self.engine.step_bytes()
+
+    @property
+    def whole_in_step(self) -> str:
+        """What is sharded at rest and whole while a step runs, in words; empty if nothing is."""
+        kinds = " and ".join(self.engine.whole_in_step) if self.layout.dp_shard > 1 else ""
+        splits = self.layout.pp > 1 and schedule_named(self.schedule).splits_backward
+        return (
+            f"{kinds} whole, since {self.schedule} splits the backward"
+            if kinds and splits
+            else kinds and f"{kinds} whole"
+        )
+
     def count_communication(self) -> CommunicationCounter:
         """A context that counts this rank's collectives by axis."""
         return CommunicationCounter(self.mesh)
@@ -204,8 +221,20 @@ class Hybrid(Checkpoints):
             "offload": self.offload_policy,
         }
         if self.layout.pp > 1:
-            return PipelinedEngine(module, self.layout, self.mesh, options=self._pipeline, **options)
+            engine = PipelinedEngine(module, self.layout, self.mesh, options=self._pipeline, **options)
+            self._warn_of_split_backward(engine)
+            return engine
         return ParallelEngine(module, self.layout, self.mesh, **options)
+
+    def _warn_of_split_backward(self, engine: PipelinedEngine) -> None:
+        if self.zero_stage == 3 and engine.schedule.splits_backward and self.layout.dp_shard > 1:
+            rank_zero_warn(
+                f"schedule={self.schedule!r} splits the backward, and a weight's half of it needs the weight: so "
+                "zero_stage=3 frees no parameters inside a step. From its first forward to its last backward this rank "
+                f"holds {engine.step_bytes():,} bytes of whole parameters and gradients, as under zero_stage=1; "
+                "between steps only its shards. To free them after each use choose a schedule that does not, "
+                "such as '1f1b' or 'interleaved_1f1b'."
+            )
 
     def idle_pair(self) -> Pair:
         """The rank that sees no data, and the one whose steps it takes over."""

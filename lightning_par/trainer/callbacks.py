@@ -87,6 +87,8 @@ def _facts(strategy: HybridStrategy) -> Table:
     table.add_row("ranks", f"{layout.world_size} on {strategy.root_device.type}, {strategy.process_group_backend}")
     table.add_row("parameters", f"{strategy.total_num_parameters:,} ({per_rank:,} on this rank)")
     table.add_row("model state", f"{format_bytes(strategy.expected_model_state_bytes())} a rank expected with Adam")
+    if kept := strategy.whole_in_step:
+        table.add_row("in a step", f"{format_bytes(strategy.expected_step_bytes())}: {kept}")
     return table
 
 
@@ -153,9 +155,15 @@ def _closing_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("tokens/s", _number(summary["tokens_per_second"], ",.0f")),
         ("step time", f"{_number(times['median'], '.1f')} ms median, {_number(times['p90'], '.1f')} ms p90"),
         ("peak memory", format_bytes(max(summary["peak_memory_bytes"])) + " on the fullest rank"),
-        ("model state", format_bytes(max(summary["model_state_bytes"])) + " on the fullest rank"),
+        ("model state", _state(summary)),
         ("traffic a step", traffic or "none"),
     ]
+
+
+def _state(summary: dict[str, Any]) -> str:
+    rest, in_step = max(summary["model_state_bytes"]), max(summary["model_state_in_step_bytes"])
+    more = f", {format_bytes(in_step)} in a step" if in_step > rest else ""
+    return f"{format_bytes(rest)} on the fullest rank{more}"
 
 
 def _number(value: float | None, form: str = ".4f") -> str:

@@ -131,6 +131,7 @@ class RunMonitor(Callback):
             "step_time_ms": _step_times(self._seconds),
             "peak_memory_bytes": _from_all_ranks(self.memory_bytes()),
             "model_state_bytes": _from_all_ranks(sum(sum(kinds.values()) for kinds in self._state.values())),
+            "model_state_in_step_bytes": _from_all_ranks(_state_in_step(trainer, self._state)),
             "model_state_by_place": _from_all_ranks(self._state),
             "communication_bytes_per_step": self._traffic,
             "train_loss": {"first": self._first_loss, "last": _reduced(trainer, self._train_metric)},
@@ -222,6 +223,13 @@ def _reduced(trainer: Trainer, name: str) -> float | None:
     """A logged metric, averaged over the ranks that see different batches. A collective."""
     value = trainer.callback_metrics.get(name)
     return None if value is None else float(trainer.strategy.reduce(value.float(), reduce_op="mean"))
+
+
+def _state_in_step(trainer: Trainer, by_place: dict[str, Any]) -> int:
+    """What was read between steps, and what a step holds whole on top."""
+    strategy = trainer.strategy
+    whole = strategy.engine.step_bytes() if isinstance(strategy, HybridStrategy) else 0
+    return sum(sum(kinds.values()) for kinds in by_place.values()) + whole
 
 
 def _from_all_ranks(value: T) -> list[T]:

@@ -11,8 +11,11 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_par.loss_weights import LossWeights
 from lightning_par.pipeline_parallel.microbatches import merge
+from lightning_par.pipeline_parallel.outputs import merge_weighted
 from lightning_par.pipelined import PipelinedEngine
 from lightning_par.trainer.pipeline_logging import LogRecorder, replay
 
@@ -36,19 +39,35 @@ class PipelineSteps:
         self._engine = engine
         self._module = module
         self._precision = precision
+        self._has_warned = False
         vars(module)["forward"] = self._forward_outside
 
-    def train(self, args: tuple[Any, ...], loss_scale: float, context: Precision) -> Any:
+    def train(self, args: tuple[Any, ...], loss_scale: float, context: Precision, weights: LossWeights) -> Any:
         """Forward and backward of a batch; what the step returned is merged over micro-batches, on every rank."""
+        engine = self._engine
         with self._inside() as recorder:
-            outputs = self._engine.train_batch(args, loss_scale, partial(_around_stage, recorder, context))
-        return self._share(outputs, recorder)
+            around = partial(_around_stage, recorder, context)
+            outputs = engine.train_batch(args, loss_scale, around, weights=weights)
+
+        def result() -> Any:
+            num_samples = weights.sum_over_ranks(outputs)
+            return merge_weighted(outputs), recorder.take(), num_samples, engine.take_mismatch()
+
+        merged, entries, num_samples, mismatch = engine.share_from_last(result)
+        weights.add(num_samples)
+        if mismatch is not None and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(str(mismatch))
+        replay(self._module, entries)
+        return merged
 
     def evaluate(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Precision) -> Any:
         """Forward of a batch by ``validation_step``, ``test_step`` or ``predict_step``."""
         with self._inside() as recorder:
             outputs = self._engine.evaluate_batch(method, args, kwargs, partial(_around_stage, recorder, context))
-        return self._share(outputs, recorder)
+        merged, entries = self._engine.share_from_last(lambda: (merge(outputs), recorder.take()))
+        replay(self._module, entries)
+        return merged
 
     @torch.no_grad()
     def _forward_outside(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,11 +84,6 @@ class PipelineSteps:
                 yield recorder
         finally:
             vars(self._module)["forward"] = self._forward_outside
-
-    def _share(self, outputs: list[Any], recorder: LogRecorder) -> Any:
-        merged, entries = self._engine.share_from_last(lambda: (merge(outputs), recorder.take()))
-        replay(self._module, entries)
-        return merged
 
 
 @contextmanager

@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_par.gradients import scale_gradients
+from lightning_par.loss_weights import LossWeights
+from lightning_par.offload import stepped_parameters
+from lightning_par.pipeline_parallel.outputs import num_samples_of
 from lightning_par.pipelined import PipelinedEngine
 from lightning_par.strategies.data import check_equal_lengths, extra_steps, lockstep, seed_workers
 from lightning_par.trainer.checkpoint_hooks import CheckpointHooks
@@ -28,6 +32,8 @@ class StepHooks(CheckpointHooks):
 
     _pipeline_steps: PipelineSteps | None = None
     _mirrored_steps: MirroredSteps | None = None
+    _weights: LossWeights
+    _loss_factor = 1.0
     _predict_steps_left: list[int | float]
     _predict_steps_extra: list[int]
 
@@ -35,8 +41,10 @@ class StepHooks(CheckpointHooks):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         context = self.precision_plugin.train_step_context
         if self._pipeline_steps is not None:
-            return self._pipeline_steps.train(args, self._loss_scale(), context)
-        return self._run_step("training_step", context, args, kwargs)
+            return self._pipeline_steps.train(args, self._loss_scale(), context, self._weights)
+        output = self._run_step("training_step", context, args, kwargs)
+        self._weigh(output)
+        return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,9 +79,36 @@ class StepHooks(CheckpointHooks):
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         return scale / self.lightning_module.trainer.accumulate_grad_batches
 
+    def _weigh(self, output: Any) -> None:
+        """Look up by what the loss of this rank is multiplied before its backward."""
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization or output is None:  # backward has run, or will not
+            return
+        weights, counts = self._weights, not self.is_idle
+        num_samples = weights.sum_over_ranks([output], counts)
+        weights.add(num_samples)
+        self._loss_factor = weights.factor(None if num_samples is None else num_samples_of(output))
+        if num_samples is not None and module.trainer.accumulate_grad_batches > 1 and self.engine.offload is not None:
+            self.engine.offload.hold_steps()
+
+    def _close_window(self) -> None:
+        """After the last backward of a window: make its gradients those of one mean over all its samples."""
+        module = self.lightning_module
+        assert module is not None
+        if self.engine.is_accumulating or not module.automatic_optimization:
+            return
+        factor = self._weights.close(module.trainer.accumulate_grad_batches)
+        if factor != 1.0:
+            scale_gradients(
+                {id(p): p for optimizer in self.optimizers for p in stepped_parameters(optimizer)}.values(), factor
+            )
+
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         if self._pipeline_steps is None:
+            factor, self._loss_factor = self._loss_factor, 1.0
+            closure_loss = closure_loss if factor == 1.0 else closure_loss * factor
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         # The schedule has run it: what is left are the hooks, and the gradients.
         module = self.lightning_module
@@ -82,6 +117,7 @@ class StepHooks(CheckpointHooks):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)  # type: ignore[assignment]
         self._engine.hand_over_gradients()
+        self._close_window()  # so that on_after_backward sees what one process has
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)  # type: ignore[assignment]
         self.post_backward(closure_loss)
         return closure_loss
@@ -129,6 +165,7 @@ class StepHooks(CheckpointHooks):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         self.engine.after_backward()
+        self._close_window()
 
     @contextmanager
     @override

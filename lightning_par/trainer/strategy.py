@@ -14,6 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_par.engine import engine_of
+from lightning_par.loss_weights import LossWeights
 from lightning_par.pipelined import PipelinedEngine
 from lightning_par.process_group import rank_label
 from lightning_par.strategies.sync import check_dedicated
@@ -66,6 +67,7 @@ class HybridStrategy(StepHooks):
             self.precision_plugin, self.root_device, self.remember_norm, scope=lambda: self.engine.norm_scope
         )
         self._lay_out(trainer)
+        self._weights = LossWeights(self.mesh.get_group("dp"), self.num_data_ranks, self.root_device)
         self._connect_metrics()
         self.share_random_state()
         if trainer.state.fn == TrainerFn.FITTING:
