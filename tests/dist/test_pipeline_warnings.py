@@ -95,7 +95,7 @@ def hold(layout: Layout) -> dict[str, Any]:
         "sharded": all(isinstance(parameter, DTensor) for parameter in parameters),
         "step_bytes": engine_of(module).step_bytes(),
         "warnings": [str(warning.message) for warning in caught if "splits the backward" in str(warning.message)],
-        "banner": " ".join(text.getvalue().split()),
+        "banner": " ".join(text.getvalue().replace("│", " ").split()),
     }
 
 
