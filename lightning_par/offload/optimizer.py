@@ -231,7 +231,7 @@ class OffloadedOptimizer:
         slots = [slot for unit in self._units for slot in unit.slots.values() if slot.is_copy]
         if not slots:
             return self._run(dict)
-        read, arrival = self._transfers.to_host(torch.stack([slot.seen_mark() for slot in slots]), pin=False)
+        read, arrival = self._transfers.to_host(torch.stack([slot.seen_mark() for slot in slots]), self._placement.pin)
 
         def marks() -> dict[int, int]:
             if arrival is not None:
@@ -248,6 +248,8 @@ class OffloadedOptimizer:
 
     @torch.no_grad()
     def _step_unit(self, unit: _Unit, slots: list[Slot], this: _Round) -> None:
+        if not slots:
+            return
         marks = this.marks.result()
         members: dict[int, list[Tensor]] = {}
         for slot in slots:
@@ -298,10 +300,9 @@ class OffloadedOptimizer:
         return arrivals
 
     def _run(self, call: Callable[..., Any], *args: Any, on_host: bool = True) -> Future[Any]:
-        """Call in the order of these calls: in the thread, or here once the thread has done what it has been given."""
+        """Call in the thread, after what it has been given before; or here and now."""
         if self._placement.overlap and on_host:
             return self._thread.submit(call, *args)
-        self._drain()
         done: Future[Any] = Future()
         done.set_result(call(*args))
         return done

@@ -6,6 +6,7 @@ import copy
 import errno
 import gc
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -202,6 +203,35 @@ def test_overlap_does_happen() -> None:
     seen.clear()
     train(OffloadPolicy(), meddle=look)
     assert not any(map(all, seen)), "where somebody may look, they stay"
+
+
+class Waiting(optim.SGD):
+    """Steps when it is let."""
+
+    may_step = threading.Event()
+
+    def step(self, closure: Any = None) -> None:
+        assert self.may_step.wait(timeout=30)
+        super().step()
+
+
+def test_a_step_is_put_off_until_its_unit_is_used() -> None:
+    Waiting.may_step.set()
+    module = Net()
+    optimizer = Waiting(module.parameters(), lr=0.1)
+    policy = OffloadPolicy()
+    offload = ModelOffload(policy, make_tier(policy, CPU), CPU, units_of(module), whole=[], can_take=True)
+    offload.attach(optimizer)
+    offload.observe(**{**OVERLAPPED, "steps_in_backward": False})
+    before = module.blocks[2].weight.detach().clone()
+    module(torch.randn(2, 8)).backward()
+    Waiting.may_step.clear()
+    optimizer.step()  # comes back although nothing may step yet
+    assert torch.equal(module.blocks[2].weight, before)
+    threading.Timer(0.2, Waiting.may_step.set).start()
+    module.blocks[2](torch.randn(2, 8))
+    assert not torch.equal(module.blocks[2].weight, before), "a forward waits for its unit"
+    offload.settle()
 
 
 @pytest.mark.parametrize("fraction", [0.5, 0.2])
