@@ -99,7 +99,7 @@ class ModelOffload:
         self._used_early: set[int] = set()
         self._num_watched = 0
         for number, unit in enumerate(units):
-            unit.module.register_forward_pre_hook(partial(_enter, weakref.ref(self), number), prepend=True)
+            unit.module.register_forward_pre_hook(partial(_enter, _Weak(self), number), prepend=True)
 
     def forward(self) -> AbstractContextManager[Any]:
         """Context of a step's forward. The first ones are watched for parameters that are used before their unit is.
@@ -212,7 +212,7 @@ class ModelOffload:
     def _watch(self, parameters: Sequence[Tensor]) -> None:
         if not self._can_take:
             return
-        tell = partial(_tell, weakref.ref(self))  # a hook that held this would keep the parameters alive for ever
+        tell = partial(_tell, _Weak(self))  # a hook that held this would keep the parameters alive for ever
         for parameter in parameters:
             if id(parameter) not in self._whole:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(tell))
@@ -232,6 +232,19 @@ class ModelOffload:
                 f"The offload folder {self._policy.path} has {self._tier.free_bytes:,} bytes free, but the master "
                 f"weights of this rank alone take {masters:,}. Set path to a larger disk, or use more ranks."
             )
+
+
+class _Weak:
+    """A hook's reference to what it tells, of which a copy of the module knows nothing."""
+
+    def __init__(self, offload: ModelOffload | None = None) -> None:
+        self._reference = None if offload is None else weakref.ref(offload)
+
+    def __call__(self) -> ModelOffload | None:
+        return None if self._reference is None else self._reference()
+
+    def __reduce__(self) -> tuple[type[_Weak], tuple[()]]:
+        return _Weak, ()
 
 
 class _Watch(TorchFunctionMode):
@@ -266,13 +279,13 @@ def _is_split(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and parameter._local_tensor.shape != parameter.shape
 
 
-def _enter(offload: weakref.ref[ModelOffload], number: int, *_: Any) -> None:
+def _enter(offload: _Weak, number: int, *_: Any) -> None:
     known = offload()
     if known is not None:
         known.enter(number)
 
 
-def _tell(offload: weakref.ref[ModelOffload], parameter: Tensor) -> None:
+def _tell(offload: _Weak, parameter: Tensor) -> None:
     known = offload()
     if known is not None:
         known.on_gradient(parameter)

@@ -128,8 +128,16 @@ class OffloadedOptimizer:
 
         Args:
             is_first: Whether it is the first of an accumulation window. No gradient outlives one.
+
+        Raises:
+            RuntimeError: If an earlier backward has stepped units, and the step that would have finished never came.
         """
         self.settle()
+        if is_first and self._round is not None:
+            raise RuntimeError(
+                f"An earlier backward has stepped a part of {type(self.optimizer).__name__}'s parameters, and no step "
+                "followed. Begin anew with a new optimizer, as a new fit does, or use OffloadPolicy(overlap=False)."
+            )
         for unit in self._units:
             unit.num_missing = sum(slot.parameter.requires_grad for slot in unit.slots.values())
         if is_first and self.takes_gradients:
@@ -273,8 +281,9 @@ class OffloadedOptimizer:
             return settings
         on_host = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in settings.items()}
         on_host |= {name: False for name in _KERNELS if name in on_host}
-        floats = all(slot.master.is_floating_point() for slot in unit.slots.values())
-        if type(self.optimizer) in _FUSED_ON_HOST and floats and not on_host.get("differentiable"):
+        # In half precision the fused kernels round less than what one process runs.
+        full = all(slot.master.dtype in (torch.float32, torch.float64) for slot in unit.slots.values())
+        if type(self.optimizer) in _FUSED_ON_HOST and full and not on_host.get("differentiable"):
             on_host["fused"] = True
         return on_host
 

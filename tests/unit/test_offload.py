@@ -6,6 +6,7 @@ import copy
 import errno
 import gc
 import os
+import pickle
 import threading
 import warnings
 import weakref
@@ -203,6 +204,31 @@ def test_overlap_does_happen() -> None:
     seen.clear()
     train(OffloadPolicy(), meddle=look)
     assert not any(map(all, seen)), "where somebody may look, they stay"
+
+
+def test_a_backward_that_has_stepped_wants_its_step() -> None:
+    module = Net()
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    policy = OffloadPolicy()
+    offload = ModelOffload(policy, make_tier(policy, CPU), CPU, units_of(module), whole=[], can_take=True)
+    offload.attach(optimizer)
+    offload.observe(**OVERLAPPED)
+    for steps in (True, False):
+        offload.before_backward(is_first=True, is_last=True)
+        module(torch.randn(2, 8)).backward()
+        if steps:
+            optimizer.step()
+    with pytest.raises(RuntimeError, match="has stepped a part of SGD's parameters, and no step followed"):
+        offload.before_backward(is_first=True, is_last=True)
+
+
+def test_a_module_and_its_optimizer_can_be_copied_and_pickled() -> None:
+    module, optimizer = train(OffloadPolicy(), observed=OVERLAPPED)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        torch.testing.assert_close(twin.state_dict(), module.state_dict(), rtol=0, atol=0)
+        twin(torch.randn(2, 8))
+    again = pickle.loads(pickle.dumps(optimizer))
+    torch.testing.assert_close(again.state_dict()["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
 
 
 class Waiting(optim.SGD):
