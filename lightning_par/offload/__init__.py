@@ -18,6 +18,7 @@ The numbers are the same to the bit, because each unit is stepped once, with its
 from lightning_par.offload.model import ModelOffload, OffloadedUnit, num_on_device
 from lightning_par.offload.optimizer import OffloadedOptimizer, offloaded, stepped_parameters
 from lightning_par.offload.policy import Offload, OffloadPolicy, resolve_offload
+from lightning_par.offload.reach import Reach, update_reach
 from lightning_par.offload.tiers import Tier, make_tier
 
 __all__ = [
@@ -26,10 +27,12 @@ __all__ = [
     "OffloadPolicy",
     "OffloadedOptimizer",
     "OffloadedUnit",
+    "Reach",
     "Tier",
     "make_tier",
     "num_on_device",
     "offloaded",
     "resolve_offload",
     "stepped_parameters",
+    "update_reach",
 ]

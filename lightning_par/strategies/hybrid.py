@@ -23,7 +23,7 @@ from lightning_par.random_state import share_random_state
 from lightning_par.strategies.checkpoints import Checkpoints
 from lightning_par.strategies.mesh import DEFAULT_TIMEOUT
 from lightning_par.strategies.mirror import Pair
-from lightning_par.strategies.optimizers import choose_update
+from lightning_par.strategies.optimizers import check_steps_in_stages, choose_update
 from lightning_par.strategies.precision import parameter_dtype
 from lightning_par.strategies.sync import ALL_REDUCE, check_steps_on_server, check_sync
 
@@ -249,11 +249,13 @@ class Hybrid(Checkpoints):
         """Let an optimizer update this rank's parameters well, and the engine know of it.
 
         Raises:
-            MisconfigurationException: If it does not go with a parameter server.
+            MisconfigurationException: If it does not go with a parameter server or a pipeline.
             ValueError: If it can't be stepped where its states are to be.
         """
         if self._parameter_server is not None:
             check_steps_on_server(optimizer)
+        if self.layout.pp > 1:
+            check_steps_in_stages(optimizer)
         if engine.offload is None:
             choose_update(optimizer)
         else:

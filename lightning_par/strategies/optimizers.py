@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-__all__ = ["choose_update", "forget_update"]
+from lightning_par.offload import update_reach
+
+__all__ = ["check_steps_in_stages", "choose_update", "forget_update"]
 
 _BATCHED = ("foreach", "fused")
+
+
+def check_steps_in_stages(optimizer: Optimizer) -> None:
+    """Check that an optimizer may step the parameters of each pipeline stage by themselves.
+
+    Raises:
+        MisconfigurationException: With the way out.
+    """
+    if optimizer.param_groups and update_reach(optimizer) == "model":
+        raise MisconfigurationException(
+            f"{type(optimizer).__name__} looks at several parameters together (or asks for a closure), and under a "
+            "pipeline each rank has only those of its stages, so it would step otherwise than in one process. Use "
+            "another optimizer, such as AdamW, or pipeline_parallel_size=1."
+        )
 
 
 def choose_update(optimizer: Optimizer) -> None:

@@ -491,6 +491,13 @@ class Raising(TinyGPT):
         raise KeyError("a column that is not there")
 
 
+class Joined(TinyGPT):
+    """Its optimizer looks at all parameters together."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
 REFUSED: dict[str, tuple[type[LightningModule], dict[str, Any], dict[str, Any], str]] = {
     "manual_optimization": (ByHand, {}, {}, "optimizes by hand"),
     "own_backward": (OwnBackward, {"num_blocks": 4}, {}, "overrides backward"),
@@ -508,6 +515,7 @@ REFUSED: dict[str, tuple[type[LightningModule], dict[str, Any], dict[str, Any], 
     "embedding_again": (EmbeddingAgain, {"num_blocks": 4}, {}, "net.tokens after the blocks"),
     "shared_blocks": (SharedBlocks, {}, {}, "net.blocks.0 and net.blocks.3 share the parameter up.weight"),
     "other_batches": (Augmenting, {"num_blocks": 4}, {}, "seed_everything"),
+    "all_together": (Joined, {"num_blocks": 4}, {}, "LBFGS looks at several parameters together"),
     "any_error": (Raising, {"num_blocks": 4}, {}, "a column that is not there"),
 }
 
