@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from lightning_par.activation_checkpointing import Checkpointing, check_checkpointing
 from lightning_par.communication import CommunicationCounter
 from lightning_par.engine import ParallelEngine
-from lightning_par.gradients import local
+from lightning_par.gradients import local, total_norm
 from lightning_par.layout import AUTO, Degree
 from lightning_par.model_state import ModelStateBytes, expected_state_bytes, measure_state_bytes, total_state_bytes
-from lightning_par.offload import Offload, resolve_offload
+from lightning_par.offload import Offload, resolve_offload, stepped_parameters
 from lightning_par.pipeline_parallel.schedules import schedule_named
 from lightning_par.pipelined import PipelinedEngine, PipelineOptions
 from lightning_par.random_state import share_random_state
@@ -180,6 +180,18 @@ class Hybrid(Checkpoints):
             if kinds and splits
             else kinds and f"{kinds} whole"
         )
+
+    def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Norm of all gradients of all optimizers, equal on every rank and to that of one process. A collective.
+
+        Args:
+            norm_type: Order of the norm, ``math.inf`` for the largest absolute value.
+
+        Returns:
+            Scalar float64 tensor.
+        """
+        stepped = [tensor for optimizer in self.optimizers for tensor in stepped_parameters(optimizer)]
+        return total_norm(stepped, norm_type, self.engine.norm_scope)
 
     def count_communication(self) -> CommunicationCounter:
         """A context that counts this rank's collectives by axis."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -17,9 +17,10 @@ from lightning_par.loss_weights import LossWeights
 from lightning_par.pipeline_parallel.microbatches import merge
 from lightning_par.pipeline_parallel.outputs import merge_weighted
 from lightning_par.pipelined import PipelinedEngine
+from lightning_par.trainer.looking_hooks import SEE_GRADIENTS, who_looks
 from lightning_par.trainer.pipeline_logging import LogRecorder, replay
 
-__all__ = ["PipelineSteps", "refuse_under_a_pipeline"]
+__all__ = ["PipelineSteps", "refuse_under_a_pipeline", "warn_of_own_stages"]
 
 Precision: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
@@ -91,6 +92,16 @@ def _around_stage(recorder: LogRecorder, precision: Precision, is_last: bool) ->
     """Mixed precision; and a stage that is left early logs and counts nothing."""
     with precision(), nullcontext() if is_last else recorder.unfinished():
         yield
+
+
+def warn_of_own_stages(module: LightningModule, callbacks: Iterable[Callback]) -> None:
+    """Say once which hooks may take this rank's gradients for those of the whole model."""
+    hooks = who_looks(SEE_GRADIENTS, module, callbacks)
+    if hooks:
+        rank_zero_warn(
+            f"{', '.join(hooks)} may look at gradients. Under a pipeline each rank has those of its own stages only, "
+            "also in named_parameters(); trainer.strategy.gradient_norm() is the norm of all of them."
+        )
 
 
 def refuse_under_a_pipeline(module: LightningModule) -> None:

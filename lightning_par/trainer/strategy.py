@@ -24,7 +24,7 @@ from lightning_par.trainer.metrics import sync_metrics_over
 from lightning_par.trainer.mirrored_steps import MirroredSteps
 from lightning_par.trainer.offload_overlap import overlap_unseen
 from lightning_par.trainer.pipeline_metrics import adopt_states_from, adopt_states_over, stop_adopting
-from lightning_par.trainer.pipeline_steps import PipelineSteps, refuse_under_a_pipeline
+from lightning_par.trainer.pipeline_steps import PipelineSteps, refuse_under_a_pipeline, warn_of_own_stages
 from lightning_par.trainer.precision import connect_precision
 from lightning_par.trainer.step_hooks import StepHooks
 
@@ -79,6 +79,8 @@ class HybridStrategy(StepHooks):
         if trainer.state.fn == TrainerFn.FITTING and self.engine.offload is not None:
             overlap_unseen(trainer, self.engine.offload)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if trainer.state.fn == TrainerFn.FITTING and self.layout.pp > 1:
+            warn_of_own_stages(self.lightning_module, callbacks)
         if not any(isinstance(callback, SameLoggedKeys) for callback in callbacks):
             callbacks.insert(0, SameLoggedKeys())  # before any that reads what was logged
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -270,3 +271,40 @@ def test_a_parameter_that_one_replica_uses_is_trained_as_in_one_process(
     actual = assemble(ranks(layout.world_size, fit_sometimes_used, layout))
     found = differences(actual, expected, 1e-5)
     assert not found, report(found)
+
+
+# What a hook may ask for
+
+
+class KeepNorms(Callback):
+    """Asks for the norm of all gradients before each step."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        own = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        ask = getattr(trainer.strategy, "gradient_norm", None)
+        self.norms.append(float(torch.nn.utils.get_total_norm(own) if ask is None else ask()))
+
+
+def norms_of(layout: Layout) -> tuple[list[float], list[str]]:
+    torch.manual_seed(0)
+    keep = KeepNorms()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        layout.trainer(max_epochs=1, callbacks=[keep]).fit(TinyGPT(num_blocks=2, tied=True), loader(layout, 48, 16))
+    return keep.norms, [str(one.message) for one in caught if "own stages" in str(one.message)]
+
+
+@layouts("dp2", "zero3x2", "tp2", "pp2", "zero2x2 half off", "zero3x2xtp2")
+def test_the_gradient_norm_that_a_hook_asks_for(ranks: Ranks, one_process: OneProcess, layout: Layout) -> None:
+    expected, _ = one_process(norms_of)
+    found = ranks(layout.world_size, norms_of, layout)
+    assert [norms for norms, _ in found] == [pytest.approx(expected, rel=1e-5)] * layout.world_size
+    (told, *_) = [words for _, words in found]
+    if layout.pipeline_parallel_size > 1:
+        assert len(told) == 1
+        assert "KeepNorms.on_before_optimizer_step may look at gradients" in told[0]
+    else:
+        assert told == []
