@@ -76,9 +76,9 @@ def compare_losses(
         return no loss in evaluation mode.
     """
     with ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(_evaluating(module))
-            stack.enter_context(_undone(module))
+        for each in {inner for module in modules for inner in module.modules()}:
+            stack.enter_context(_evaluating(each))
+            stack.enter_context(_undone(each))
         try:
             outputs = [run((state,), call) for state, call in zip(hidden, parts, strict=True)]
             joined = torch.cat(list(hidden))
@@ -100,29 +100,34 @@ def _mean(outputs: Sequence[Any]) -> float:
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    modes = [(inner, inner.training) for inner in module.modules()]
+    training = module.training
     try:
-        for inner, _ in modes:
-            inner.training = False  # not by eval(), which a module may override
+        module.training = False  # not by eval(), which a module may override
         yield
     finally:
-        for inner, training in modes:
-            inner.training = training
+        module.training = training
 
 
 @contextmanager
 def _undone(module: nn.Module) -> Iterator[None]:
-    """Take back what a step writes on its module, or puts into its lists and dictionaries."""
+    """Take back what a step writes on a module or into its buffers, or puts into its lists and dictionaries."""
     own = {name: value for name, value in vars(module).items() if name not in _INTERNAL}
     contents = {name: copy.copy(value) for name, value in own.items() if isinstance(value, dict | list | set | deque)}
+    buffers = dict(module._buffers)
+    held = [value for value in (*own.values(), *buffers.values()) if isinstance(value, Tensor)]
+    saved = [(tensor, tensor._version, tensor.clone()) for tensor in held if not tensor.is_inference()]
     try:
         yield
     finally:
         for name in [name for name in vars(module) if name not in _INTERNAL and name not in own]:
             del vars(module)[name]
         vars(module).update(own)
+        module._buffers.update(buffers)
         for name, content in contents.items():
             _refill(own[name], content)
+        for tensor, version, value in saved:
+            if tensor._version != version:
+                tensor.copy_(value)
 
 
 def _refill(container: Any, content: Any) -> None:

@@ -19,7 +19,7 @@ from tests.dist.parity import QUIET
 from tests.dist.ranks import Ranks
 from tests.planner_models import cluster
 
-STEPS = 3
+STEPS = 5  # a pipeline runs the first ones of a shape a second time, to verify them
 BATCH = 8
 
 
