@@ -1,9 +1,8 @@
 """Train an ordinary LightningModule in parallel by changing one argument.
 
-Importing the package registers the names ``par_dp``, ``par_ps``, ``par_tp``, ``par_pp``, ``par_zero1`` to ``par_zero3``
-and ``par_zero1_offload`` to ``par_zero3_offload`` for ``Trainer(strategy=...)`` and ``Fabric(strategy=...)``, and
-``par_auto`` for the Trainer. Those of Fabric are classes of their own, by the same names, in
-:mod:`lightning_par.fabric`.
+Importing the package registers the names ``par_dp``, ``par_ps``, ``par_tp``, ``par_pp``, ``par_zero1`` to
+``par_zero3``, ``par_zero1_offload`` to ``par_zero3_offload`` and ``par_auto`` for ``Trainer(strategy=...)`` and
+``Fabric(strategy=...)``. Those of Fabric are classes of their own, by the same names, in :mod:`lightning_par.fabric`.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

@@ -222,6 +222,10 @@ class OnMesh(LightningStrategy):
         reset_seed()
         self.set_world_ranks()
         self._connect_processes()
+        self._make_mesh()
+
+    def _make_mesh(self) -> None:
+        """Take this rank's place on the mesh, and make it if there is none; a collective then."""
         set_mesh_coordinates(self.coordinates, self._role)
         if self._mesh is None:
             self._mesh = self.layout.build_mesh(self.root_device.type, self._timeout)

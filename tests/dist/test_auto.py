@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from lightning_par import AutoStrategy
+from lightning_par.fabric import AutoStrategy as FabricAutoStrategy
 from lightning_par.planner import Candidate, Cluster, Device, Host, Link, state_bytes
 from lightning_par.planner.model import PlannedModel
-from lightning_par.trainer import auto
+from lightning_par.strategies import auto
+from tests.dist.fabric_parity import loss_of
 from tests.dist.models import TinyGPT, token_data
-from tests.dist.parity import relative_difference
-from tests.dist.ranks import Ranks
+from tests.dist.parity import Layout, relative_difference
+from tests.dist.ranks import OneProcess, Ranks
 from tests.dist.whole import whole_weights
 
 MACHINE = Cluster(
@@ -33,11 +37,18 @@ MACHINE = Cluster(
 )
 
 
-def _fit(memory: float) -> tuple[AutoStrategy, TinyGPT]:
-    """Two steps under the planner's choice for devices of that memory."""
+@contextmanager
+def _devices_of(memory: float) -> Iterator[None]:
+    """Let the planner find two devices of that many bytes."""
     machine = replace(MACHINE, device=replace(MACHINE.device, memory=memory))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto, "measure_cluster", lambda *_: machine)
+        yield
+
+
+def _fit(memory: float) -> tuple[AutoStrategy, TinyGPT]:
+    """Two steps under the planner's choice for devices of that memory."""
+    with _devices_of(memory):
         torch.manual_seed(0)
         module = TinyGPT(tied=False, optimizer="sgd", learning_rate=0.1)
         strategy: Any = "par_auto"
@@ -103,3 +114,116 @@ def test_all_ranks_are_told_that_nothing_fits(ranks: Ranks) -> None:
     assert first == second
     assert "AutoStrategy found no layout for TinyGPT. Nothing fits. The closest is" in first
     assert "bytes)" in first
+
+
+Loop = tuple[Candidate | None, list[float], dict[str, torch.Tensor], str, float]
+
+
+def loop(strategy: Any, batch: int, devices: int = 1) -> tuple[Fabric, list[float], TinyGPT]:
+    """Three steps of Fabric's on batches of that many samples in all."""
+    fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(0)
+    module = TinyGPT(num_blocks=4, optimizer="sgd", learning_rate=0.1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    loader = DataLoader(token_data(3 * batch), batch)
+    if devices > 1:
+        with pytest.raises(RuntimeError, match=r"fabric.setup\(model, optimizer\) first"):
+            fabric.setup_dataloaders(loader)
+        with pytest.raises(RuntimeError, match=r"fabric.setup\(model, optimizer\) first"):
+            fabric.setup_dataloaders(loader, use_distributed_sampler=False)
+    model, optimizer = fabric.setup(module, optimizer)
+    if devices > 1:
+        loader = DataLoader(token_data(3 * batch), batch // fabric.strategy.layout.data_parallel_size)
+    losses = []
+    for part in fabric.setup_dataloaders(loader):
+        loss = fabric.strategy.step(model, part, loss_of) if devices > 1 else loss_of(model, part)
+        fabric.backward(loss)
+        losses.append(fabric.all_reduce(loss.detach().clone()).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return fabric, losses, module
+
+
+def train_in_one_process(_: Layout) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """What Fabric alone makes of it."""
+    _, losses, module = loop("auto", 8)
+    return losses, {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def train_by_choice(memory: float, options: dict[str, Any]) -> Loop:
+    """What the planner's choice makes of it, the numbers drawn after all included."""
+    with redirect_stdout(StringIO()) as printed, _devices_of(memory):
+        fabric, losses, _ = loop(FabricAutoStrategy(**options), 8, devices=2)
+    strategy = fabric.strategy
+    assert isinstance(strategy, FabricAutoStrategy)
+    assert dict(zip(strategy.mesh.mesh_dim_names or (), strategy.mesh.shape, strict=True)) == strategy.layout.as_dict()
+    whole = strategy.full_module_state(strategy.engine)
+    return strategy.candidate, losses, whole, printed.getvalue(), torch.rand(()).item()
+
+
+def draw() -> torch.Tensor:
+    """A batch that moves this rank's random numbers on."""
+    torch.rand(10)
+    return token_data(8)[:]
+
+
+TRACED = {"sample_batch": draw, "step_fn": loss_of}
+
+
+@pytest.mark.parametrize(
+    ("memory", "options", "kinds", "said"),
+    [
+        (1e9, TRACED, {"DP", "ZeRO-1", "ZeRO-2", "ZeRO-3"}, "each device can hold the whole model"),
+        (0.6e6, TRACED, {"PP", "TP"}, "of which nothing fits here"),
+        (1e9, {"batch_size": 4}, {"DP", "ZeRO-1", "ZeRO-2", "ZeRO-3"}, "formulas instead of a trace"),
+    ],
+    ids=["traced", "little memory", "by formulas"],
+)
+def test_fabric_trains_as_one_process_does(
+    ranks: Ranks, one_process: OneProcess, memory: float, options: dict[str, Any], kinds: set[str], said: str
+) -> None:
+    losses, weights = one_process(train_in_one_process)
+    first, second = ranks(2, train_by_choice, memory, options)
+    assert first[0] == second[0]
+    assert first[0] is not None
+    assert first[0].kind in kinds
+    for outcome in (first, second):
+        assert outcome[1] == pytest.approx(losses, rel=1e-5)
+    for name, weight in weights.items():
+        assert relative_difference(first[2][name], weight) < 1e-5, name
+    assert first[3].startswith(f"AutoStrategy: {first[0].describe()}. ")
+    assert said in first[3]
+    assert ("instead of a trace" in first[3]) == ("step_fn" not in options)
+    assert "AutoStrategy" not in second[3]  # one rank decides
+    assert first[4] == second[4]  # and draws no numbers in doing so
+
+
+def fail() -> torch.Tensor:
+    """A batch that can't be had."""
+    raise OSError("no such file")
+
+
+def two_more_ways() -> tuple[str, str, dict[str, str]]:
+    """What is said where rank 0 finds no batch; then what is chosen without an optimizer, and why no other."""
+    said = ""
+    for options in ({"sample_batch": fail}, TRACED):
+        strategy = FabricAutoStrategy(**options)
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        fabric.launch()
+        try:
+            with redirect_stdout(StringIO()), _devices_of(0.82e6):
+                fabric.setup_module(TinyGPT(num_blocks=4))
+        except MisconfigurationException as error:
+            said = str(error)
+    assert strategy.candidate is not None, said
+    reasons = {} if strategy.plan is None else {one.label: one.reason for one in strategy.plan.rejected}
+    return said, strategy.candidate.kind, reasons
+
+
+def test_fabric_tells_all_ranks_and_takes_no_pipeline_without_an_optimizer(ranks: Ranks) -> None:
+    first, second = ranks(2, two_more_ways)
+    assert first[:2] == second[:2]
+    assert first[0] == "AutoStrategy found no layout for TinyGPT. OSError: no such file"
+    assert first[1] == "TP"
+    assert "a pipeline needs module and optimizer set up together" in first[2]["PP"]

@@ -46,7 +46,7 @@ def test_same_names_and_arguments_as_for_the_trainer() -> None:
     for name in PRESETS:
         signatures = [inspect.signature(getattr(package, name)) for package in (lightning_par, ours)]
         assert signatures[0] == signatures[1]
-    names = {name for name in StrategyRegistry.available_strategies() if name.startswith("par_")} - {"par_auto"}
+    names = {name for name in StrategyRegistry.available_strategies() if name.startswith("par_")}
     assert names == {name for name in STRATEGY_REGISTRY.available_strategies() if name.startswith("par_")}
     for name in names:
         assert STRATEGY_REGISTRY[name]["init_params"] == StrategyRegistry[name]["init_params"]
@@ -70,6 +70,20 @@ def test_bad_layouts_and_precisions_fail_at_construction() -> None:
         _fabric(ours.DPStrategy(sync="parameter_server", server_rank=4))
     with pytest.raises(MisconfigurationException, match="Quantised is not supported"):
         _fabric("par_dp", plugins=[Quantised()])
+
+
+def test_auto_strategy_knows_no_layout_before_a_module() -> None:
+    strategy = _fabric("par_auto").strategy
+    with pytest.raises(RuntimeError, match=r"Call model, optimizer = fabric.setup\(model, optimizer\) first, and"):
+        _ = strategy.distributed_sampler_kwargs
+    with pytest.raises(RuntimeError, match="mesh is made when Fabric sets a module up for the first time"):
+        _ = strategy.mesh
+    with pytest.raises(ValueError, match="accumulate=0 must be at least 1"):
+        ours.AutoStrategy(accumulate=0)
+    with pytest.raises(
+        ValueError, match="AutoStrategy for the Trainer; Fabric takes lightning_par.fabric.AutoStrategy"
+    ):
+        _fabric(lightning_par.AutoStrategy())
 
 
 def test_mesh_and_engine_say_when_they_exist() -> None:
