@@ -25,7 +25,8 @@ register()
 def main(config) -> float:
     plain = resolve(config)
     ranks, trainer = LaunchSettings.from_mapping(plain["launch"]), plain["trainer"]
-    strategy = instantiate(plain["strategy"], _target_="lightning_par.fabric.HybridStrategy")
+    name = plain["strategy"]["_target_"].rpartition(".")[2]  # the same names as for the Trainer
+    strategy = instantiate(plain["strategy"], _target_=f"lightning_par.fabric.{name}")
     resources = {"accelerator": ranks.accelerator, "devices": world_size(ranks) // ranks.nnodes}
     fabric = Fabric(strategy=strategy, num_nodes=ranks.nnodes, precision=trainer["precision"], **resources)
     return fabric.launch(train, plain, **trainer)  # starts the ranks, unless torchrun has
